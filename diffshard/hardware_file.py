@@ -5,7 +5,7 @@ from os import PathLike
 from cost.base import Hardware
 from diffshard.plans.documents import HARDWARE, RecordFile
 
-_FILE = RecordFile(HARDWARE, 1, lambda hardware: None)  # the class checks its own fields
+_FILE = RecordFile(HARDWARE, 1)
 
 
 def save_hardware(hardware: Hardware, path: str | PathLike[str]) -> None:

@@ -80,8 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     number + 1,
                     f"{work.max() / work.mean():.1f}",
                     f"{old_makespan:.0f}",
-                    f"{assignment.makespan_ms:.0f}",
-                    f"{assignment.lower_bound_ms:.0f}",
+                    f"{assignment.step_s:.0f}",
+                    f"{assignment.lower_bound_s:.0f}",
                     moved_experts(layout, target),
                     f"{int(result.num_dropped) / (2 * options.tokens):.1%}",
                 )

@@ -230,7 +230,6 @@ class _CompiledPlans:
             plan,
             # An expert's own bound is one for plans with its shardings only.
             lower_bound_s=bound_s,
-            gap=(plan.step_s - bound_s) / plan.step_s if plan.step_s else 0.0,
             status=found.status,
             history=found.history,
             notes=(*plan.notes, f"{function_source(self.options.fn)}: {_verdict(row, comparison)}"),

@@ -10,7 +10,7 @@ from cost.real_numbers import is_positive, real_number, whole_number
 from diffshard.base import InfeasibleError
 from diffshard.solving.solve import check_key, resolve
 
-_LONGEST_MS = 1e100
+_LONGEST_S = 1e100
 """More than any real plan takes, and little enough that squares and sums of times do not overflow."""
 
 
@@ -24,15 +24,15 @@ def check_solving(solver: Any, time_limit_s: Any, key: Any, progress: Any) -> No
         raise ValueError(f"`progress` must be a function that is called at each improvement or None, not {progress!r}.")
 
 
-def checked_workers(flops_per_ms: Any, capacity: Any, latency_ms: Any, ms_per_mb: Any) -> ExpertWorkers:
+def checked_workers(flops_per_s: Any, capacity: Any, latency_s: Any, s_per_byte: Any) -> ExpertWorkers:
     """Returns the workers.
 
     Raises:
       ValueError: an array has the wrong shape or a number that breaks its rule.
     """
-    speeds = checked_speeds(flops_per_ms)
+    speeds = checked_speeds(flops_per_s)
     links = []
-    for name, numbers in (("latency_ms", latency_ms), ("ms_per_mb", ms_per_mb)):
+    for name, numbers in (("latency_s", latency_s), ("s_per_byte", s_per_byte)):
         matrix = _numbers(name, numbers).copy()
         if matrix.shape != (len(speeds), len(speeds)):
             raise ValueError(
@@ -58,7 +58,7 @@ def checked_step(
       ValueError: a number breaks its rule.
     """
     works = checked_works(expert_flops)
-    for name in ("exchange_mb", "num_exchanges", "all_reduce_mb"):
+    for name in ("exchange_bytes", "num_exchanges", "all_reduce_bytes"):
         value = real_number(numbers[name])
         if value is None or not 0 <= value < float("inf"):
             raise ValueError(f"`{name}` must be a finite number of at least 0, not {numbers[name]!r}.")
@@ -89,10 +89,10 @@ def checked_works(expert_flops: Any) -> np.ndarray:
     return works
 
 
-def checked_speeds(flops_per_ms: Any) -> np.ndarray:
+def checked_speeds(flops_per_s: Any) -> np.ndarray:
     """Returns the speed of each worker, `[W]`; raises `ValueError` if it breaks a rule."""
-    speeds = _vector("flops_per_ms", flops_per_ms, "worker")
-    _check_all("flops_per_ms", speeds, speeds > 0, "positive and finite; leave out workers that cannot compute")
+    speeds = _vector("flops_per_s", flops_per_s, "worker")
+    _check_all("flops_per_s", speeds, speeds > 0, "positive and finite; leave out workers that cannot compute")
     return speeds
 
 
@@ -130,11 +130,11 @@ def check_room(num_experts: int, capacity: np.ndarray) -> None:
 def check_scale(works: np.ndarray, speeds: np.ndarray) -> None:
     """Raises `ValueError` where experts take longer than numbers can say, on the slowest worker or all together."""
     with np.errstate(over="ignore"):
-        longest_ms = works.sum() / speeds.min()
-    if not longest_ms < _LONGEST_MS:
+        longest_s = works.sum() / speeds.min()
+    if not longest_s < _LONGEST_S:
         raise ValueError(
-            f"`expert_flops` are too many for `flops_per_ms`: all experts, of {works.max()} FLOPs at most, would take "
-            f"{longest_ms:.3g} ms on the slowest worker, of {speeds.min()} in a millisecond. Check the units."
+            f"`expert_flops` are too many for `flops_per_s`: all experts, of {works.max()} FLOPs at most, would take "
+            f"{longest_s:.3g} s on the slowest worker, of {speeds.min()} in a second. Check the units."
         )
 
 

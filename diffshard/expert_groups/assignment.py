@@ -21,7 +21,8 @@ from diffshard.expert_groups.arguments import (
     checked_speeds,
     checked_works,
 )
-from diffshard.expert_groups.plans import ExpertAssignment, relative_gap
+from diffshard.expert_groups.plans import ExpertAssignment, status_of
+from diffshard.plans.certificate import relative_gap
 from diffshard.solving.phases.balancing import Balancing
 from diffshard.solving.solve import solve
 from diffshard.solving.solvers import gradient
@@ -40,7 +41,7 @@ _MOST_NODES = 2000
 
 def assign_experts(
     expert_flops: Sequence[float] | np.ndarray,
-    flops_per_ms: Sequence[float] | np.ndarray,
+    flops_per_s: Sequence[float] | np.ndarray,
     capacity: int | Sequence[int] | np.ndarray,
     *,
     solver: str | Solver | None = None,
@@ -51,12 +52,12 @@ def assign_experts(
     """Assigns experts to the workers of a group, so that the worker that computes longest ends as early as it can.
 
     >>> plan = assign_experts([3, 3, 3, 2, 2, 3, 2, 3], [42, 56, 68, 22], [1, 5, 1, 3])
-    >>> round(plan.makespan_ms, 4)
+    >>> round(plan.step_s, 4)
     0.1964
 
     Args:
       expert_flops: the work of each expert, `[X]`.
-      flops_per_ms: the speed of each worker, `[W]`.
+      flops_per_s: the speed of each worker, `[W]`.
       capacity: experts that a worker has room for: one whole number, or `[W]`.
       solver: as in `solve`; None levels the workers by "gradient" and asks HiGHS for a proof where that is cheap.
       time_limit_s: of the solver, as in `solve`.
@@ -71,19 +72,20 @@ def assign_experts(
       ValueError: an argument breaks its rule; the error names it and its value.
     """
     start_s = time.perf_counter()
-    works, speeds = checked_works(expert_flops), checked_speeds(flops_per_ms)
+    works, speeds = checked_works(expert_flops), checked_speeds(flops_per_s)
     check_scale(works, speeds)
     room = checked_capacity(capacity, len(speeds))
     check_room(len(works), room)
     check_solving(solver, time_limit_s, key, progress)
     space = ExpertAssignmentSpace(works.tolist(), speeds.tolist(), room.tolist())
-    bound_ms = assignment_bound_ms(works, speeds, room)
+    bound_s = assignment_bound_s(works, speeds, room)
     greedy = greedy_assignment(works, speeds, room)
     best = min(greedy, _largest_first(works, speeds, room), key=lambda choice: _makespan(space, choice))
     if len(np.unique(works)) == 1:
         # Equal experts: τ suffices if Σ_j min(room_j, ⌊τ F_j / f⌋) ≥ X, and greedy ends at the least such τ.
-        bound_ms = _makespan(space, best)
-    if solver is not None or relative_gap(_makespan(space, best), bound_ms) > OPTIMAL_GAP:
+        bound_s = _makespan(space, best)
+    ended, history = "finished", ()
+    if solver is not None or relative_gap(_makespan(space, best), bound_s) > OPTIMAL_GAP:
         solution = solve(
             space.problem,
             solver=LEVELLING if solver is None else solver,
@@ -92,38 +94,41 @@ def assign_experts(
             progress=progress,
             start=best,
         )
+        ended, history = solution.status, solution.history
         if solution.feasible:
             best = min(best, np.asarray(solution.choice), key=lambda choice: _makespan(space, choice))
-            bound_ms = max(bound_ms, float(solution.lower_bound) * 1e3)
-    if solver is None and relative_gap(_makespan(space, best), bound_ms) > OPTIMAL_GAP:
-        worker, proven_ms = _by_highs(works, speeds, room)
-        bound_ms = max(bound_ms, proven_ms)
+            bound_s = max(bound_s, float(solution.lower_bound))
+    if solver is None and relative_gap(_makespan(space, best), bound_s) > OPTIMAL_GAP:
+        worker, proven_s = _by_highs(works, speeds, room)
+        bound_s = max(bound_s, proven_s)
         if worker is not None:
             best = min(best, worker, key=lambda choice: _makespan(space, choice))
-    makespan_ms = _makespan(space, best)
+    step_s = _makespan(space, best)
     return ExpertAssignment(
         worker=tuple(map(int, best)),
-        busy_ms=tuple(space.decode(best.tolist()).busy_ms.tolist()),
-        greedy_ms=_makespan(space, greedy),
-        lower_bound_ms=min(bound_ms, makespan_ms),
+        busy_s=tuple(space.decode(best.tolist()).busy_s.tolist()),
+        greedy_s=_makespan(space, greedy),
+        lower_bound_s=min(bound_s, step_s),
+        status=status_of(step_s, bound_s, ended),
         search_s=time.perf_counter() - start_s,
+        history=history,
     )
 
 
-def greedy_assignment(expert_flops: np.ndarray, flops_per_ms: np.ndarray, capacity: np.ndarray) -> np.ndarray:
+def greedy_assignment(expert_flops: np.ndarray, flops_per_s: np.ndarray, capacity: np.ndarray) -> np.ndarray:
     """Gives each expert to the worker with room that would have the fewest experts for its speed.
 
     This is the published baseline. It counts experts and does not weigh them, so that it is for experts of equal work.
 
     Args:
       expert_flops: `[X]`.
-      flops_per_ms: `[W]`.
+      flops_per_s: `[W]`.
       capacity: `[W]`, together at least X.
 
     Returns:
       The worker of each expert, `[X]`.
     """
-    return _in_turn(np.ones(len(expert_flops)), np.asarray(flops_per_ms, float), capacity)
+    return _in_turn(np.ones(len(expert_flops)), np.asarray(flops_per_s, float), capacity)
 
 
 def _in_turn(sizes: np.ndarray, speeds: np.ndarray, capacity: np.ndarray) -> np.ndarray:
@@ -145,30 +150,30 @@ def _largest_first(works: np.ndarray, speeds: np.ndarray, capacity: np.ndarray) 
     return worker
 
 
-def assignment_bound_ms(expert_flops: np.ndarray, flops_per_ms: np.ndarray, capacity: np.ndarray) -> float:
-    """Returns milliseconds that no assignment is faster than.
+def assignment_bound_s(expert_flops: np.ndarray, flops_per_s: np.ndarray, capacity: np.ndarray) -> float:
+    """Returns seconds that no assignment is faster than.
 
     It is the largest of three: all work at the speed of all workers with room, the largest expert on the fastest worker
     with room, and the linear relaxation, in which an expert may be on several workers in parts.
     """
-    speeds = flops_per_ms[capacity > 0]
+    speeds = flops_per_s[capacity > 0]
     bound = max(expert_flops.sum() / speeds.sum(), expert_flops.max() / speeds.max())
-    if _num_variables(expert_flops, flops_per_ms) <= _MOST_RELAXED_VARIABLES:
-        bound = max(bound, _programme(expert_flops, flops_per_ms, capacity, integral=False)[1])
+    if _num_variables(expert_flops, flops_per_s) <= _MOST_RELAXED_VARIABLES:
+        bound = max(bound, _programme(expert_flops, flops_per_s, capacity, integral=False)[1])
     return float(bound)
 
 
 def _by_highs(works: np.ndarray, speeds: np.ndarray, room: np.ndarray) -> tuple[np.ndarray | None, float]:
-    """Returns an assignment by HiGHS and its bound in milliseconds; None and 0 where that would take long."""
+    """Returns an assignment by HiGHS and its bound in seconds; None and 0 where that would take long."""
     if _num_variables(works, speeds) > _MOST_EXACT_VARIABLES:
         return None, 0.0
-    counts, bound_ms = _programme(works, speeds, room, integral=True)
+    counts, bound_s = _programme(works, speeds, room, integral=True)
     if counts is None:
-        return None, bound_ms
+        return None, bound_s
     worker = np.empty(len(works), np.int64)
     for kind, work in enumerate(np.unique(works)):
         worker[works == work] = np.repeat(np.arange(len(speeds)), counts[kind])
-    return worker, bound_ms
+    return worker, bound_s
 
 
 def _num_variables(works: np.ndarray, speeds: np.ndarray) -> int:
@@ -181,12 +186,12 @@ def _programme(
     """Minimises the makespan over how many experts of each kind are on each worker; equal experts are of one kind.
 
     Returns:
-      Counts `[kinds, W]`, None if there are none or they are not whole; and the bound in milliseconds, lowered by the
+      Counts `[kinds, W]`, None if there are none or they are not whole; and the bound in seconds, lowered by the
       tolerance of HiGHS.
     """
     kinds, copies = np.unique(works, return_counts=True)
-    unit_ms = works.sum() / speeds.sum()  # so that numbers are near 1
-    expert = kinds[:, None] / speeds / unit_ms
+    unit_s = works.sum() / speeds.sum()  # so that numbers are near 1
+    expert = kinds[:, None] / speeds / unit_s
     num_kinds, num_workers = expert.shape
     # Columns: the counts of the first kind on each worker, of the second kind, ..., the makespan.
     each_kind = scipy.sparse.kron(scipy.sparse.eye(num_kinds), np.ones((1, num_workers)))
@@ -206,13 +211,13 @@ def _programme(
         options={"mip_rel_gap": 1e-9, "node_limit": _MOST_NODES},
     )
     bound = result.mip_dual_bound if integral else result.fun
-    bound_ms = max(float(bound) - 1e-6, 0.0) * unit_ms if bound is not None and np.isfinite(bound) else 0.0
+    bound_s = max(float(bound) - 1e-6, 0.0) * unit_s if bound is not None and np.isfinite(bound) else 0.0
     if result.x is None or not integral:
-        return None, bound_ms
+        return None, bound_s
     counts = np.rint(result.x[:-1]).astype(np.int64).reshape(expert.shape)
     whole = (counts.sum(axis=1) == copies).all() and (counts.sum(axis=0) <= room).all()
-    return (counts if whole else None), bound_ms
+    return (counts if whole else None), bound_s
 
 
 def _makespan(space: ExpertAssignmentSpace, choice: np.ndarray) -> float:
-    return float(space.decode(choice.tolist()).busy_ms.max())
+    return float(space.decode(choice.tolist()).busy_s.max())

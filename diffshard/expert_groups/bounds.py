@@ -16,7 +16,7 @@ Letters for sizes: W workers, G groups.
 import numpy as np
 from scipy.sparse.csgraph import minimum_spanning_tree
 
-from cost.expert_groups import ExpertStep, ExpertWorkers, all_reduce_link_ms, group_ms
+from cost.expert_groups import ExpertStep, ExpertWorkers, all_reduce_link_s, group_s
 
 _MOST_TIMES = 256
 """Values of τ that are tried; with more, evenly spread ones are, and the bound is a little lower. Chosen by hand."""
@@ -24,22 +24,22 @@ _ROUNDING = 1e-9
 """Relative: for what float64 sums of up to thousands of numbers may lose."""
 
 
-def lower_bounds_ms(workers: ExpertWorkers, step: ExpertStep) -> np.ndarray:
+def lower_bounds_s(workers: ExpertWorkers, step: ExpertStep) -> np.ndarray:
     """Returns `[W]`: no division into one, two, ... groups is faster; infinite where there is not enough room."""
     num_workers, passes = workers.num_workers, step.passes(workers.num_workers)
-    work_ms = passes * sum(step.expert_flops)
-    exchanging_ms = passes * step.num_exchanges * _nearest_ms(workers, step)
+    work_s = passes * sum(step.expert_flops)
+    exchanging_s = passes * step.num_exchanges * _nearest_s(workers, step)
     has_room = _best_sums(workers.capacity.astype(float)) >= step.num_experts
-    times = np.where(has_room, work_ms / _best_sums(workers.flops_per_ms) + exchanging_ms, np.inf)
+    times = np.where(has_room, work_s / _best_sums(workers.flops_per_s) + exchanging_s, np.inf)
     size_bounds = _by_number_of_groups(times)
     bounds = np.full(num_workers, np.inf)
-    bounds[0] = group_ms(workers, step, range(num_workers))
-    least_exchanging_ms = np.where(has_room, exchanging_ms, np.inf).min(axis=0)  # by size
+    bounds[0] = group_s(workers, step, range(num_workers))
+    least_exchanging_s = np.where(has_room, exchanging_s, np.inf).min(axis=0)  # by size
     for num_groups in range(2, min(num_workers, int(workers.capacity.sum()) // step.num_experts) + 1):
         largest = num_workers - num_groups + 1
-        slow_group_ms = work_ms * num_groups / workers.flops_per_ms.sum() + least_exchanging_ms[:largest].min()
-        own_ms = max(size_bounds[num_groups - 1], slow_group_ms)
-        bounds[num_groups - 1] = own_ms + _least_all_reduce_ms(workers, step, num_groups)
+        slow_group_s = work_s * num_groups / workers.flops_per_s.sum() + least_exchanging_s[:largest].min()
+        own_s = max(size_bounds[num_groups - 1], slow_group_s)
+        bounds[num_groups - 1] = own_s + _least_all_reduce_s(workers, step, num_groups)
     return bounds * (1 - _ROUNDING)
 
 
@@ -53,7 +53,7 @@ def _best_sums(numbers: np.ndarray) -> np.ndarray:
     return np.where(is_among, sums[1:], sums[:-1] + numbers[:, None])
 
 
-def _nearest_ms(workers: ExpertWorkers, step: ExpertStep) -> np.ndarray:
+def _nearest_s(workers: ExpertWorkers, step: ExpertStep) -> np.ndarray:
     """Returns `[W, W]`, for each worker and size n what the links to n - 1 others take together at least.
 
     The nearest others are counted once by latency and once by bandwidth, which is never more than of the same links.
@@ -61,10 +61,10 @@ def _nearest_ms(workers: ExpertWorkers, step: ExpertStep) -> np.ndarray:
     num_workers = workers.num_workers
     off_diagonal = ~np.eye(num_workers, dtype=bool)
     sums = []
-    for link in (workers.latency_ms, workers.ms_per_mb):
+    for link in (workers.latency_s, workers.s_per_byte):
         others = np.sort(link[off_diagonal].reshape(num_workers, num_workers - 1), axis=1)
         sums.append(np.concatenate([np.zeros((num_workers, 1)), np.cumsum(others, axis=1)], axis=1))
-    return sums[0] + step.exchange_mb / np.arange(1, num_workers + 1) * sums[1]
+    return sums[0] + step.exchange_bytes / np.arange(1, num_workers + 1) * sums[1]
 
 
 def _by_number_of_groups(times: np.ndarray) -> np.ndarray:
@@ -92,12 +92,13 @@ def _by_number_of_groups(times: np.ndarray) -> np.ndarray:
     return bounds
 
 
-def _least_all_reduce_ms(workers: ExpertWorkers, step: ExpertStep, num_groups: int) -> float:
-    """Returns the milliseconds of the all-reduce in the division whose slowest link between groups is fastest."""
-    link_ms = all_reduce_link_ms(workers, step, num_groups)
-    link_ms = np.maximum(link_ms, link_ms.T)
-    if link_ms.shape[0] > _MOST_TIMES:  # the fastest link is a bound, too, and costs no tree for each number of groups
-        return float(link_ms[~np.eye(len(link_ms), dtype=bool)].min())
+def _least_all_reduce_s(workers: ExpertWorkers, step: ExpertStep, num_groups: int) -> float:
+    """Returns the seconds of the all-reduce in the division whose slowest link between groups is fastest."""
+    link_s = all_reduce_link_s(workers, step, num_groups)
+    link_s = np.maximum(link_s, link_s.T)
+    if link_s.shape[0] > _MOST_TIMES:  # the fastest link is a bound, too, and costs no tree for each number of groups
+        return float(link_s[~np.eye(len(link_s), dtype=bool)].min())
     # The spanning tree of the slowest links; zeros are no links for SciPy, and all values must be negative.
-    tree = minimum_spanning_tree(-(link_ms + 1.0))
-    return max(float((-tree.data).min()) - 1.0, 0.0)
+    unit_s = float(link_s.max()) or 1.0
+    tree = minimum_spanning_tree(-(link_s / unit_s + 1.0))
+    return max(float((-tree.data).min()) - 1.0, 0.0) * unit_s

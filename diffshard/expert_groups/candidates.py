@@ -10,7 +10,7 @@ import numpy as np
 from scipy.cluster.hierarchy import leaves_list, linkage
 from scipy.spatial.distance import squareform
 
-from cost.expert_groups import ExpertStep, ExpertWorkers, Group, step_ms
+from cost.expert_groups import ExpertStep, ExpertWorkers, Group, step_s
 from diffshard.expert_groups.merging import Division
 
 _MOST_STARTS = 64
@@ -23,20 +23,20 @@ def nearest_order(workers: ExpertWorkers, step: ExpertStep) -> np.ndarray:
     """Returns the workers `[W]` in an order with near ones side by side, by average linkage of their links."""
     if workers.num_workers == 1:
         return np.zeros(1, np.int64)
-    link_ms = workers.latency_ms + step.exchange_mb / 2 * workers.ms_per_mb
-    return leaves_list(linkage(squareform((link_ms + link_ms.T) / 2, checks=False), "average"))
+    link_s = workers.latency_s + step.exchange_bytes / 2 * workers.s_per_byte
+    return leaves_list(linkage(squareform((link_s + link_s.T) / 2, checks=False), "average"))
 
 
 def equal_runs(workers: ExpertWorkers, step: ExpertStep, order: np.ndarray, num_groups: int) -> list[Division]:
     """Returns two divisions into runs: of equal sizes, and of about equal speeds."""
     equal = np.arange(1, num_groups) * len(order) / num_groups
-    speed = np.cumsum(workers.flops_per_ms[order])
+    speed = np.cumsum(workers.flops_per_s[order])
     level = np.searchsorted(speed, speed[-1] * np.arange(1, num_groups) / num_groups) + 1
     divisions = []
     for cuts in (np.rint(equal).astype(int), level):
         runs = [tuple(sorted(map(int, run))) for run in np.split(order, cuts)]
         if all(runs):
-            divisions.append(Division(tuple(sorted(runs)), step_ms(workers, step, runs)))
+            divisions.append(Division(tuple(sorted(runs)), step_s(workers, step, runs)))
     return divisions
 
 

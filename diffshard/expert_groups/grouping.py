@@ -14,9 +14,9 @@ from cost.expert_groups import (
     ExpertStep,
     ExpertWorkers,
     Group,
-    all_reduce_ms,
-    computing_ms,
-    exchanging_ms,
+    all_reduce_s,
+    computing_s,
+    exchanging_s,
 )
 from diffshard.base import OPTIMAL_GAP, Progress, Solver
 from diffshard.deadline import Deadline
@@ -31,10 +31,10 @@ from diffshard.expert_groups.arguments import (
     checked_works,
 )
 from diffshard.expert_groups.assignment import LEVELLING, assign_experts
-from diffshard.expert_groups.bounds import lower_bounds_ms
+from diffshard.expert_groups.bounds import lower_bounds_s
 from diffshard.expert_groups.candidates import candidate_groups, equal_runs, nearest_order
 from diffshard.expert_groups.merging import Division, divisions_by_merging
-from diffshard.expert_groups.plans import GroupPlan
+from diffshard.expert_groups.plans import GroupPlan, status_of
 from diffshard.expert_groups.subsets import MOST_WORKERS, best_division
 from diffshard.outer_search import Candidate, Outcome, OuterSearch
 from diffshard.solving.solve import solve
@@ -49,13 +49,13 @@ workers, and found nothing better on those of `experiments.expert_groups`."""
 
 def group_experts(
     expert_flops: Sequence[float] | np.ndarray,
-    flops_per_ms: Sequence[float] | np.ndarray,
+    flops_per_s: Sequence[float] | np.ndarray,
     capacity: int | Sequence[int] | np.ndarray,
-    latency_ms: Sequence[Sequence[float]] | np.ndarray,
-    ms_per_mb: Sequence[Sequence[float]] | np.ndarray,
+    latency_s: Sequence[Sequence[float]] | np.ndarray,
+    s_per_byte: Sequence[Sequence[float]] | np.ndarray,
     *,
-    exchange_mb: float,
-    all_reduce_mb: float,
+    exchange_bytes: float,
+    all_reduce_bytes: float,
     num_layers: int,
     global_batch: int,
     mini_batch: int,
@@ -74,12 +74,12 @@ def group_experts(
 
     Args:
       expert_flops: the work of each expert for a mini-batch of one layer, `[X]`.
-      flops_per_ms: the speed of each worker, `[W]`.
+      flops_per_s: the speed of each worker, `[W]`.
       capacity: experts that a worker has room for: one whole number, or `[W]`.
-      latency_ms: `[W, W]`, of the link from one worker to another; the diagonal is not read.
-      ms_per_mb: `[W, W]`, as `latency_ms`.
-      exchange_mb: the buffer that a worker exchanges with its group.
-      all_reduce_mb: the gradients that groups reduce in a step.
+      latency_s: `[W, W]`, of the link from one worker to another; the diagonal is not read.
+      s_per_byte: `[W, W]`, as `latency_s`.
+      exchange_bytes: the buffer that a worker exchanges with its group.
+      all_reduce_bytes: the gradients that groups reduce in a step.
       num_layers: of the model.
       global_batch: examples in a step.
       mini_batch: examples that a worker computes at once.
@@ -101,36 +101,36 @@ def group_experts(
       ValueError: an argument breaks its rule; the error names it and its value.
     """
     start_s = time.perf_counter()
-    workers = checked_workers(flops_per_ms, capacity, latency_ms, ms_per_mb)
+    workers = checked_workers(flops_per_s, capacity, latency_s, s_per_byte)
     step = checked_step(
         expert_flops,
-        exchange_mb=exchange_mb,
+        exchange_bytes=exchange_bytes,
         num_exchanges=num_exchanges,
-        all_reduce_mb=all_reduce_mb,
+        all_reduce_bytes=all_reduce_bytes,
         num_layers=num_layers,
         layer_spacing=layer_spacing,
         recomputation=recomputation,
         global_batch=global_batch,
         mini_batch=mini_batch,
     )
-    check_scale(np.array(step.expert_flops), workers.flops_per_ms)
+    check_scale(np.array(step.expert_flops), workers.flops_per_s)
     check_room(step.num_experts, workers.capacity)
     check_solving(solver, time_limit_s, key, progress)
     merged = list(divisions_by_merging(workers, step))
-    fastest_merged = min(merged, key=lambda division: division.ms)
+    fastest_merged = min(merged, key=lambda division: division.step_s)
     if solver is None and workers.num_workers <= MOST_WORKERS:
-        best = best_division(workers, step, fastest_merged)
-        bound_ms = best.ms
+        best, ended = best_division(workers, step, fastest_merged), "optimal"
+        bound_s = best.step_s
     else:
-        bounds_ms = lower_bounds_ms(workers, step)
-        bound_ms = float(bounds_ms.min())
+        bounds_s = lower_bounds_s(workers, step)
+        bound_s = float(bounds_s.min())
         if solver is None:
             solver = "gradient" if workers.num_workers <= _MOST_CLIMBED_WORKERS else LEVELLING
-        best = _best_by_solver(
+        best, ended = _best_by_solver(
             workers,
             step,
             merged,
-            bounds_ms,
+            bounds_s,
             solver=solver,
             time_limit_s=time_limit_s,
             key=key,
@@ -139,12 +139,13 @@ def group_experts(
     groups = tuple(_fastest_first(workers, group) for group in sorted(best.groups))
     return GroupPlan(
         groups=groups,
-        expert_workers=_holders(step.expert_flops, workers.flops_per_ms, workers.capacity, groups),
-        computing_ms=tuple(float(computing_ms(workers, step, group)) for group in groups),
-        exchanging_ms=tuple(float(exchanging_ms(workers, step, group)) for group in groups),
-        all_reduce_ms=all_reduce_ms(workers, step, groups),
-        merging_ms=fastest_merged.ms,
-        lower_bound_ms=min(bound_ms, best.ms),
+        expert_workers=_holders(step.expert_flops, workers.flops_per_s, workers.capacity, groups),
+        computing_s=tuple(float(computing_s(workers, step, group)) for group in groups),
+        exchanging_s=tuple(float(exchanging_s(workers, step, group)) for group in groups),
+        all_reduce_s=all_reduce_s(workers, step, groups),
+        merging_s=fastest_merged.step_s,
+        lower_bound_s=min(bound_s, best.step_s),
+        status=status_of(best.step_s, bound_s, ended),
         search_s=time.perf_counter() - start_s,
     )
 
@@ -152,7 +153,7 @@ def group_experts(
 def reassign_experts(
     plan: GroupPlan,
     expert_flops: Sequence[float] | np.ndarray,
-    flops_per_ms: Sequence[float] | np.ndarray,
+    flops_per_s: Sequence[float] | np.ndarray,
     capacity: int | Sequence[int] | np.ndarray,
 ) -> GroupPlan:
     """Assigns experts of other work to the workers of a plan's groups, which stay as they are.
@@ -160,7 +161,7 @@ def reassign_experts(
     Args:
       plan: from `group_experts`.
       expert_flops: the work of each expert now, `[X]`, in any unit; `ExpertLoads.work` has it.
-      flops_per_ms: as for `group_experts`.
+      flops_per_s: as for `group_experts`.
       capacity: as for `group_experts`.
 
     Returns:
@@ -170,9 +171,9 @@ def reassign_experts(
       InfeasibleError: a group has less room than there are experts; says by how many.
       ValueError: an argument breaks its rule, or is not of the plan's experts or workers.
     """
-    works, speeds = checked_works(expert_flops), checked_speeds(flops_per_ms)
+    works, speeds = checked_works(expert_flops), checked_speeds(flops_per_s)
     num_experts, num_workers = len(plan.expert_workers[0]), sum(map(len, plan.groups))
-    for name, numbers, needed in (("expert_flops", works, num_experts), ("flops_per_ms", speeds, num_workers)):
+    for name, numbers, needed in (("expert_flops", works, num_experts), ("flops_per_s", speeds, num_workers)):
         if len(numbers) != needed:
             raise ValueError(f"`{name}` must have the {needed} numbers of the plan, not {len(numbers)}.")
     room = checked_capacity(capacity, num_workers)
@@ -183,11 +184,11 @@ def _best_by_solver(
     workers: ExpertWorkers,
     step: ExpertStep,
     merged: list[Division],
-    bounds_ms: np.ndarray,
+    bounds_s: np.ndarray,
     time_limit_s: float | None,
     **options,
-) -> Division:
-    """Returns the best division that merging, equal runs or the solver finds.
+) -> tuple[Division, str]:
+    """Returns the best division that merging, equal runs or the solver finds, and how the search ended.
 
     The solver is asked for the numbers of groups whose known divisions are fastest, unless their bounds say that
     nothing is to be gained there.
@@ -195,27 +196,29 @@ def _best_by_solver(
     order = nearest_order(workers, step)
     known: dict[int, list[Division]] = {len(division.groups): [division] for division in merged}
     for num_groups in range(1, workers.num_workers + 1):
-        if np.isfinite(bounds_ms[num_groups - 1]):
+        if np.isfinite(bounds_s[num_groups - 1]):
             for runs_order in (order, np.arange(workers.num_workers)):
                 runs = equal_runs(workers, step, runs_order, num_groups)
-                known.setdefault(num_groups, []).extend(d for d in runs if np.isfinite(d.ms))
-    fastest = {count: min(divisions, key=lambda d: d.ms) for count, divisions in known.items() if divisions}
-    best = min(fastest.values(), key=lambda division: division.ms)
-    search = OuterSearch(Deadline.from_now(time_limit_s), OPTIMAL_GAP, best=Outcome(best, best.ms))
+                known.setdefault(num_groups, []).extend(d for d in runs if np.isfinite(d.step_s))
+    fastest = {count: min(divisions, key=lambda d: d.step_s) for count, divisions in known.items() if divisions}
+    best = min(fastest.values(), key=lambda division: division.step_s)
+    search = OuterSearch(Deadline.from_now(time_limit_s), OPTIMAL_GAP, best=Outcome(best, best.step_s))
 
     def candidate(count: int) -> Candidate[Division]:
-        def solve_count(deadline: Deadline, cut_off_ms: float) -> Outcome[Division]:
-            del cut_off_ms  # the solver's bound is one for candidate groups only
+        def solve_count(deadline: Deadline, cut_off_s: float) -> Outcome[Division]:
+            del cut_off_s  # the solver's bound is one for candidate groups only
             limit_s = deadline.remaining_s()
             division, status = _solved(workers, step, order, fastest[count], time_limit_s=limit_s, **options)
-            return Outcome(division, division.ms, status=status)
+            return Outcome(division, division.step_s, status=status)
 
-        return Candidate(count, float(bounds_ms[count - 1]), solve_count)
+        return Candidate(count, float(bounds_s[count - 1]), solve_count)
 
-    in_order = sorted(fastest, key=lambda count: fastest[count].ms)[:_SOLVED_COUNTS]
+    in_order = sorted(fastest, key=lambda count: fastest[count].step_s)[:_SOLVED_COUNTS]
     search.run([candidate(count) for count in in_order])
     assert search.best is not None
-    return search.best.result
+    endings = {tried.status for tried in search.tried}
+    ended = "time limit" if endings & {"time limit", "not tried"} else "finished"
+    return search.best.result, "interrupted" if search.is_interrupted else ended
 
 
 def _solved(
@@ -227,10 +230,10 @@ def _solved(
     """
     place = np.argsort(order)
     renumbered = ExpertWorkers(
-        workers.flops_per_ms[order],
+        workers.flops_per_s[order],
         workers.capacity[order],
-        workers.latency_ms[np.ix_(order, order)],
-        workers.ms_per_mb[np.ix_(order, order)],
+        workers.latency_s[np.ix_(order, order)],
+        workers.s_per_byte[np.ix_(order, order)],
     )
     candidates = candidate_groups(order, len(start.groups), start)
     space = ExpertGroupSpace(renumbered, step, len(start.groups), [place[list(group)].tolist() for group in candidates])
@@ -238,12 +241,12 @@ def _solved(
     solution = solve(space.problem, start=begin, **options)
     decoded = space.decode(solution.choice)
     groups = tuple(tuple(sorted(map(int, order[list(g)]))) for g in decoded.groups)
-    return Division(groups, decoded.step_ms), solution.status
+    return Division(groups, decoded.step_s), solution.status
 
 
 def _fastest_first(workers: ExpertWorkers, group: Group) -> Group:
     """Returns the workers of a group in an order in which groups of workers of the same kinds are assigned alike."""
-    return tuple(sorted(group, key=lambda w: (-workers.flops_per_ms[w], -workers.capacity[w], w)))
+    return tuple(sorted(group, key=lambda w: (-workers.flops_per_s[w], -workers.capacity[w], w)))
 
 
 def _holders(

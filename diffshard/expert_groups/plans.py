@@ -1,6 +1,5 @@
 """`GroupPlan` and `ExpertAssignment`: which workers form groups, which worker holds which expert, and what it costs."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +12,10 @@ from cost.expert_groups import Group
 from cost.number_ranges import Amount, Index
 from diffshard.base import PlanError
 from diffshard.expert_groups.layout import ExpertLayout
-from diffshard.plans.documents import EXPERT_ASSIGNMENT, EXPERT_GROUPS, RecordFile
-from diffshard.plans.formats import format_count, format_percent, format_s
-from diffshard.plans.text_table import format_table, wrapped
+from diffshard.plans.certificate import Certified, History, check_certificate, relative_gap
+from diffshard.plans.documents import EXPERT_ASSIGNMENT, EXPERT_GROUPS, RecordFile, Saved
+from diffshard.plans.formats import format_count, format_s
+from diffshard.plans.text_table import format_table
 
 PROVEN_GAP = 1e-5
 """The relative gap up to which a plan is called optimal; the tolerances of HiGHS leave less than this."""
@@ -23,38 +23,42 @@ _TOLERANCE = 1e-9  # relative: the rounding of sums
 
 
 @dataclass(frozen=True)
-class ExpertAssignment:
+class ExpertAssignment(Certified, Saved):
     """Which worker holds each expert. Made by `diffshard.assign_experts`; `print` shows it.
 
     Attributes:
       worker: of each expert, `[X]`.
-      busy_ms: milliseconds that each worker computes, `[W]`.
-      greedy_ms: milliseconds of the published greedy assignment.
-      lower_bound_ms: no assignment takes fewer milliseconds.
+      busy_s: seconds that each worker computes, `[W]`.
+      greedy_s: seconds of the published greedy assignment.
+      lower_bound_s: no assignment takes fewer seconds.
+      status: how the search ended, as in `diffshard.Solution`.
       search_s: seconds that planning took.
+      history: the improvements of the solver; empty where none was needed.
     """
 
+    _file = RecordFile(EXPERT_ASSIGNMENT, 2)
+
     worker: tuple[Index, ...]
-    busy_ms: tuple[Amount, ...]
-    greedy_ms: Amount
-    lower_bound_ms: Amount
+    busy_s: tuple[Amount, ...]
+    greedy_s: Amount
+    lower_bound_s: Amount
+    status: str
     search_s: Amount
+    history: History = ()
+
+    def __post_init__(self):
+        _check_assignment(self)
 
     @property
-    def makespan_ms(self) -> float:
-        """Milliseconds of the worker that computes longest."""
-        return max(self.busy_ms)
-
-    @property
-    def gap(self) -> float:
-        """How much faster any other assignment can be, relative to this one."""
-        return relative_gap(self.makespan_ms, self.lower_bound_ms)
+    def step_s(self) -> float:
+        """Seconds of the worker that computes longest."""
+        return max(self.busy_s)
 
     @property
     def experts(self) -> tuple[tuple[int, ...], ...]:
         """The experts of each worker, `[W]` tuples."""
         return tuple(
-            tuple(x for x, holder in enumerate(self.worker) if holder == worker) for worker in range(len(self.busy_ms))
+            tuple(x for x, holder in enumerate(self.worker) if holder == worker) for worker in range(len(self.busy_s))
         )
 
     def layout(self, mesh: Mesh | AbstractMesh, axis: str) -> ExpertLayout:
@@ -67,74 +71,64 @@ class ExpertAssignment:
         """
         if not isinstance(mesh, Mesh | AbstractMesh):
             raise PlanError(f"`mesh` must be a `jax.sharding.Mesh` or `AbstractMesh`, not {mesh!r}.")
-        if axis not in mesh.shape or mesh.shape[axis] != len(self.busy_ms):
+        if axis not in mesh.shape or mesh.shape[axis] != len(self.busy_s):
             raise PlanError(
-                f"`mesh` must have an axis {axis!r} of {len(self.busy_ms)} devices, one for each worker; its axes are "
+                f"`mesh` must have an axis {axis!r} of {len(self.busy_s)} devices, one for each worker; its axes are "
                 f"{dict(mesh.shape)}."
             )
-        return ExpertLayout(mesh, axis, (tuple(range(len(self.busy_ms))),), self.experts)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the assignment as JSON; the file is replaced whole or not at all."""
-        _ASSIGNMENT_FILE.save(self, path)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "ExpertAssignment":
-        """Reads an assignment that `save` wrote.
-
-        Raises:
-          PlanError: the file is no such assignment, or is damaged.
-          OSError: the file cannot be read.
-        """
-        return _ASSIGNMENT_FILE.load(path, cls)
+        return ExpertLayout(mesh, axis, (tuple(range(len(self.busy_s))),), self.experts)
 
     def __str__(self) -> str:
-        workers = format_count(len(self.busy_ms), "worker")
+        workers = format_count(len(self.busy_s), "worker")
         lines = [f"Assignment of {format_count(len(self.worker), 'expert')} to {workers}", ""]
-        lines += [f"  slowest  {format_s(self.makespan_ms / 1e3)}; greedy {format_s(self.greedy_ms / 1e3)}"]
-        lines += [*_bound_lines(self.lower_bound_ms, self.gap, self.search_s), ""]
+        lines += [f"  slowest  {format_s(self.step_s)}; greedy {format_s(self.greedy_s)}"]
+        lines += [*self.certificate.lines("other assignment"), ""]
         rows = [("worker", "busy", "experts")]
         rows += [
-            (str(w), format_s(ms / 1e3), " ".join(map(str, experts)))
-            for w, (ms, experts) in enumerate(zip(self.busy_ms, self.experts, strict=True))
+            (str(w), format_s(ms), " ".join(map(str, experts)))
+            for w, (ms, experts) in enumerate(zip(self.busy_s, self.experts, strict=True))
         ]
         return "\n".join([*lines, *format_table(rows, "  ", right=(0, 1), wrap=(2,))])
 
 
 @dataclass(frozen=True)
-class GroupPlan:
+class GroupPlan(Certified, Saved):
     """Which workers form expert-parallel groups. Made by `diffshard.group_experts`; `print` shows it.
 
     Attributes:
       groups: the workers of each group, the fastest ones first; each worker is in one.
       expert_workers: for each group, the worker that holds each expert, `[G]` tuples `[X]`.
-      computing_ms: milliseconds that each group computes experts, as the formula has it, `[G]`.
-      exchanging_ms: milliseconds in which each group exchanges tokens, `[G]`.
-      all_reduce_ms: milliseconds of the gradients' all-reduce between groups.
-      merging_ms: milliseconds of a step with the groups of the published heuristic.
-      lower_bound_ms: no division into groups takes fewer milliseconds.
+      computing_s: seconds that each group computes experts, as the formula has it, `[G]`.
+      exchanging_s: seconds in which each group exchanges tokens, `[G]`.
+      all_reduce_s: seconds of the gradients' all-reduce between groups.
+      merging_s: seconds of a step with the groups of the published heuristic.
+      lower_bound_s: no division into groups takes fewer seconds.
+      status: how the search ended, as in `diffshard.Solution`.
       search_s: seconds that planning took.
+      history: empty: several searches make the groups.
     """
+
+    _file = RecordFile(EXPERT_GROUPS, 2)
 
     groups: tuple[Group, ...]
     expert_workers: tuple[tuple[Index, ...], ...]
-    computing_ms: tuple[Amount, ...]
-    exchanging_ms: tuple[Amount, ...]
-    all_reduce_ms: Amount
-    merging_ms: Amount
-    lower_bound_ms: Amount
+    computing_s: tuple[Amount, ...]
+    exchanging_s: tuple[Amount, ...]
+    all_reduce_s: Amount
+    merging_s: Amount
+    lower_bound_s: Amount
+    status: str
     search_s: Amount
+    history: History = ()
+
+    def __post_init__(self):
+        _check_groups(self)
 
     @property
-    def step_ms(self) -> float:
-        """Predicted milliseconds of a step: those of the slowest group."""
-        slowest = max(sum(times) for times in zip(self.computing_ms, self.exchanging_ms, strict=True))
-        return slowest + self.all_reduce_ms
-
-    @property
-    def gap(self) -> float:
-        """How much faster any other division can be predicted to be, relative to this one."""
-        return relative_gap(self.step_ms, self.lower_bound_ms)
+    def step_s(self) -> float:
+        """Predicted seconds of a step: those of the slowest group."""
+        slowest = max(sum(times) for times in zip(self.computing_s, self.exchanging_s, strict=True))
+        return slowest + self.all_reduce_s
 
     @property
     def is_rectangular(self) -> bool:
@@ -202,65 +196,48 @@ class GroupPlan:
         groups = tuple(tuple(range(end - len(row), end)) for row, end in zip(rows, ends.tolist(), strict=True))
         return ExpertLayout(mesh, axes[1], groups, tuple(own for row in rows for own in row))
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON; the file is replaced whole or not at all."""
-        _GROUPS_FILE.save(self, path)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "GroupPlan":
-        """Reads a plan that `save` wrote.
-
-        Raises:
-          PlanError: the file is no such plan, or is damaged.
-          OSError: the file cannot be read.
-        """
-        return _GROUPS_FILE.load(path, cls)
-
     def __str__(self) -> str:
         num_workers = sum(map(len, self.groups))
         lines = [
             f"Plan of {format_count(len(self.expert_workers[0]), 'expert')} on {format_count(num_workers, 'worker')} "
             f"in {format_count(len(self.groups), 'group')}",
             "",
-            f"  step     {format_s(self.step_ms / 1e3)} predicted, all-reduce "
-            f"{format_s(self.all_reduce_ms / 1e3)} of it; merging pairs {format_s(self.merging_ms / 1e3)}",
-            *_bound_lines(self.lower_bound_ms, self.gap, self.search_s),
+            f"  step     {format_s(self.step_s)} predicted, all-reduce "
+            f"{format_s(self.all_reduce_s)} of it; merging pairs {format_s(self.merging_s)}",
+            *self.certificate.lines("other division into groups"),
             "",
         ]
         rows = [("group", "computing", "exchanging", "experts a worker", "workers")]
         for index, (group, holders) in enumerate(zip(self.groups, self.expert_workers, strict=True)):
             held = [holders.count(worker) for worker in group]
-            computing, exchanging = (format_s(times[index] / 1e3) for times in (self.computing_ms, self.exchanging_ms))
+            computing, exchanging = (format_s(times[index]) for times in (self.computing_s, self.exchanging_s))
             counts = f"{min(held)}" if min(held) == max(held) else f"{min(held)} to {max(held)}"
             rows.append((str(index), computing, exchanging, counts, " ".join(map(str, group))))
         return "\n".join([*lines, *format_table(rows, "  ", right=(0, 1, 2, 3), wrap=(4,))])
 
 
-def _bound_lines(lower_bound_ms: float, gap: float, search_s: float) -> list[str]:
-    status = "optimal" if gap <= PROVEN_GAP else "not proven to be optimal"
-    text = f"  bound    {format_s(lower_bound_ms / 1e3)}, gap {format_percent(gap)}: no other is faster by more"
-    return [*wrapped(text, "", " " * 11), f"  search   {format_s(search_s)}, {status}"]
-
-
-def relative_gap(ms: float, lower_bound_ms: float) -> float:
-    """Returns how much less than a time its lower bound is, relative to it; 0 if it is no less."""
-    return max(1 - lower_bound_ms / ms, 0.0) if ms else 0.0
+def status_of(step_s: float, lower_bound_s: float, ended: str) -> str:
+    """Returns the status of a plan whose last search ended so: "optimal" where its bound is the step's own time."""
+    if relative_gap(step_s, lower_bound_s) <= PROVEN_GAP:
+        return "optimal"
+    return "finished" if ended in ("optimal", "infeasible") else ended
 
 
 def _check_assignment(assignment: ExpertAssignment) -> None:
     experts = assignment.experts
     if not assignment.worker or max(assignment.worker) >= len(experts):
         raise ValueError("an expert is on a worker that there is not")
-    for worker, (held, busy_ms) in enumerate(zip(experts, assignment.busy_ms, strict=True)):
-        if bool(held) != bool(busy_ms):
-            raise ValueError(f"worker {worker} has {len(held)} experts, and computes for {busy_ms} ms")
-    _check_at_most("lower_bound_ms", assignment.lower_bound_ms, "the slowest worker", assignment.makespan_ms)
-    _check_at_most("busy_ms", assignment.makespan_ms, "`greedy_ms`", assignment.greedy_ms)
+    for worker, (held, busy_s) in enumerate(zip(experts, assignment.busy_s, strict=True)):
+        if bool(held) != bool(busy_s):
+            raise ValueError(f"worker {worker} has {len(held)} experts, and computes for {busy_s} s")
+    if not assignment.step_s <= assignment.greedy_s * (1 + _TOLERANCE):
+        raise ValueError(f"`busy_s` has {assignment.step_s!r}, more than the {assignment.greedy_s!r} s of `greedy_s`")
+    check_certificate(assignment.certificate)
 
 
 def _check_groups(plan: GroupPlan) -> None:
     members = sorted(worker for group in plan.groups for worker in group)
-    lengths = {len(plan.groups), len(plan.expert_workers), len(plan.computing_ms), len(plan.exchanging_ms)}
+    lengths = {len(plan.groups), len(plan.expert_workers), len(plan.computing_s), len(plan.exchanging_s)}
     if not members or members != list(range(len(members))) or len(lengths) != 1:
         raise ValueError("its groups do not divide the workers")
     if len({len(holders) for holders in plan.expert_workers}) != 1 or not plan.expert_workers[0]:
@@ -268,13 +245,4 @@ def _check_groups(plan: GroupPlan) -> None:
     for group, holders in zip(plan.groups, plan.expert_workers, strict=True):
         if not set(holders) <= set(group):
             raise ValueError("an expert is on a worker of another group")
-    _check_at_most("lower_bound_ms", plan.lower_bound_ms, "the step", plan.step_ms)
-
-
-def _check_at_most(name: str, ms: float, of: str, most_ms: float) -> None:
-    if not ms <= most_ms * (1 + _TOLERANCE):
-        raise ValueError(f"`{name}` is {ms!r}, more than the {most_ms!r} ms of {of}")
-
-
-_ASSIGNMENT_FILE = RecordFile(EXPERT_ASSIGNMENT, 1, _check_assignment)
-_GROUPS_FILE = RecordFile(EXPERT_GROUPS, 1, _check_groups)
+    check_certificate(plan.certificate)

@@ -16,7 +16,7 @@ from itertools import combinations
 
 import numpy as np
 
-from cost.expert_groups import ExpertStep, ExpertWorkers, Group, all_reduce_link_ms, computing_ms, exchanging_ms
+from cost.expert_groups import ExpertStep, ExpertWorkers, Group, all_reduce_link_s, computing_s, exchanging_s
 from diffshard.expert_groups.merging import Division
 
 MOST_WORKERS = 12
@@ -32,23 +32,23 @@ def best_division(workers: ExpertWorkers, step: ExpertStep, known: Division) -> 
       known: a division that is no slower than one group of all workers; it is the result if nothing is faster.
     """
     most_groups = min(workers.num_workers, int(workers.capacity.sum()) // step.num_experts)
-    own_ms = _own_ms(workers, step)
-    slowest_ms = _slowest_ms(own_ms, most_groups)
+    own_s = _own_s(workers, step)
+    slowest_s = _slowest_s(own_s, most_groups)
     best = known
     for num_groups in range(2, most_groups + 1):
-        leaving_ms = _leaving_ms(all_reduce_link_ms(workers, step, num_groups))
-        least_ms = leaving_ms[1:-1].min()
-        allowed_ms, table = own_ms, slowest_ms
+        leaving_s = _leaving_s(all_reduce_link_s(workers, step, num_groups))
+        least_s = leaving_s[1:-1].min()
+        allowed_s, table = own_s, slowest_s
         while True:
-            groups = _fastest_groups(allowed_ms, table, num_groups)
-            if not groups or allowed_ms[groups].max() + least_ms >= best.ms:
+            groups = _fastest_groups(allowed_s, table, num_groups)
+            if not groups or allowed_s[groups].max() + least_s >= best.step_s:
                 break
-            all_reduce_ms = leaving_ms[groups].max()
-            ms = float(own_ms[groups].max() + all_reduce_ms)
-            if ms < best.ms:
-                best = Division(tuple(sorted(_members(group) for group in groups)), ms)
-            allowed_ms = np.where(leaving_ms < all_reduce_ms, allowed_ms, np.inf)
-            table = _slowest_ms(allowed_ms, num_groups)
+            all_reduce_s = leaving_s[groups].max()
+            step_s = float(own_s[groups].max() + all_reduce_s)
+            if step_s < best.step_s:
+                best = Division(tuple(sorted(_members(group) for group in groups)), step_s)
+            allowed_s = np.where(leaving_s < all_reduce_s, allowed_s, np.inf)
+            table = _slowest_s(allowed_s, num_groups)
     return best
 
 
@@ -56,50 +56,50 @@ def _members(workers: int) -> Group:
     return tuple(worker for worker in range(workers.bit_length()) if workers >> worker & 1)
 
 
-def _own_ms(workers: ExpertWorkers, step: ExpertStep) -> np.ndarray:
-    """Returns T, the milliseconds of each set of workers as a group, `[2^W]`; the empty set has infinite ones."""
-    own_ms = np.full(1 << workers.num_workers, np.inf)
+def _own_s(workers: ExpertWorkers, step: ExpertStep) -> np.ndarray:
+    """Returns T, the seconds of each set of workers as a group, `[2^W]`; the empty set has infinite ones."""
+    own_s = np.full(1 << workers.num_workers, np.inf)
     for size in range(1, workers.num_workers + 1):
         groups = np.array(list(combinations(range(workers.num_workers), size)))
-        own_ms[(1 << groups).sum(axis=1)] = computing_ms(workers, step, groups) + exchanging_ms(workers, step, groups)
-    return own_ms
+        own_s[(1 << groups).sum(axis=1)] = computing_s(workers, step, groups) + exchanging_s(workers, step, groups)
+    return own_s
 
 
-def _leaving_ms(link_ms: np.ndarray) -> np.ndarray:
+def _leaving_s(link_s: np.ndarray) -> np.ndarray:
     """Returns the largest of the numbers `[W, W]` from a member of each set to another worker, `[2^W]`."""
-    to_worker = np.zeros((1, len(link_ms)))
-    is_member = np.zeros((1, len(link_ms)), bool)
-    for worker, own_ms in enumerate(link_ms):
-        to_worker = np.concatenate([to_worker, np.maximum(to_worker, own_ms)])
-        is_member = np.concatenate([is_member, is_member | (np.arange(len(link_ms)) == worker)])
+    to_worker = np.zeros((1, len(link_s)))
+    is_member = np.zeros((1, len(link_s)), bool)
+    for worker, own_s in enumerate(link_s):
+        to_worker = np.concatenate([to_worker, np.maximum(to_worker, own_s)])
+        is_member = np.concatenate([is_member, is_member | (np.arange(len(link_s)) == worker)])
     return np.where(is_member, 0.0, to_worker).max(axis=1)
 
 
-def _slowest_ms(own_ms: np.ndarray, most_groups: int) -> np.ndarray:
+def _slowest_s(own_s: np.ndarray, most_groups: int) -> np.ndarray:
     """Returns t, `[K, 2^(W - 1)]`, for 0 to K - 1 groups of each set without the last worker."""
-    table = np.full((most_groups, len(own_ms) // 2), np.inf)
+    table = np.full((most_groups, len(own_s) // 2), np.inf)
     table[0, 0] = 0.0
-    sets = np.arange(max(len(own_ms) // 4, 1))
+    sets = np.arange(max(len(own_s) // 4, 1))
     whole, part = np.nonzero((sets[:, None] & sets) == sets)
     starts = np.searchsorted(whole, sets)
     for worker in range(table.shape[1].bit_length() - 1):
         last, num_pairs = 1 << worker, 3**worker  # sets of the workers before, and their subsets
         rest = whole[:num_pairs] ^ part[:num_pairs]
-        slowest_ms = np.maximum(own_ms[last + part[:num_pairs]], table[:-1, rest])
-        table[1:, last : 2 * last] = np.minimum.reduceat(slowest_ms, starts[:last], axis=1)
+        slowest_s = np.maximum(own_s[last + part[:num_pairs]], table[:-1, rest])
+        table[1:, last : 2 * last] = np.minimum.reduceat(slowest_s, starts[:last], axis=1)
     return table
 
 
-def _fastest_groups(own_ms: np.ndarray, slowest_ms: np.ndarray, num_groups: int) -> list[int]:
+def _fastest_groups(own_s: np.ndarray, slowest_s: np.ndarray, num_groups: int) -> list[int]:
     """Returns the division into a number of groups whose slowest group is fastest; no groups if there is none."""
-    groups, rest = [], len(own_ms) - 1
+    groups, rest = [], len(own_s) - 1
     for num_others in reversed(range(num_groups)):
         last = 1 << rest.bit_length() - 1
         sets = np.arange(last, 2 * last)
         ends = sets[(sets & ~rest) == 0]
-        ends_ms = np.maximum(own_ms[ends], slowest_ms[num_others, rest ^ ends])
-        if np.isinf(ends_ms.min()):
+        ends_s = np.maximum(own_s[ends], slowest_s[num_others, rest ^ ends])
+        if np.isinf(ends_s.min()):
             return []
-        groups.append(int(ends[ends_ms.argmin()]))
+        groups.append(int(ends[ends_s.argmin()]))
         rest ^= groups[-1]
     return groups

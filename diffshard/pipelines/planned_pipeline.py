@@ -199,7 +199,6 @@ def predicted_plan(
         step_s=0.0,
         bubble=0.0,
         lower_bound_s=0.0,
-        gap=0.0,
         search_s=search.course.seconds,
         tried=tuple(tried),
         notes=tuple(notes),
@@ -214,7 +213,7 @@ def predicted_plan(
 def with_bound(plan: PipelinePlanData, bound_s: float) -> PipelinePlanData:
     """Returns a plan with a bound of its step, which is no more than the step itself."""
     bound_s = min(bound_s, plan.step_s)
-    return replace(plan, lower_bound_s=bound_s, gap=(plan.step_s - bound_s) / plan.step_s if plan.step_s else 0.0)
+    return replace(plan, lower_bound_s=bound_s)
 
 
 def planned_stage(

@@ -8,6 +8,7 @@ from cost.number_ranges import Amount, AmountOrInf, Count, Index, Limit
 from cost.pipeline_schedules import Schedule
 from cost.pipeline_steps import Overlap
 from diffshard.plans.base import Tensor
+from diffshard.plans.certificate import Certified, History
 from diffshard.plans.json_values import JsonValues
 
 GradientReduction = Literal["each_microbatch", "once"]
@@ -112,7 +113,7 @@ class PlannedReplica:
 
 
 @dataclass(frozen=True)
-class PipelinePlanData:
+class PipelinePlanData(Certified):
     """How a training step runs as a pipeline.
 
     Attributes:
@@ -128,7 +129,6 @@ class PipelinePlanData:
       bubble: the share of the stages' time in which they wait.
       lower_bound_s: no choice of micro-batches among those tried, stages, meshes and shardings is predicted faster that
         keeps all residuals. Making cheap ones again may be a little faster, because they need not be written and read.
-      gap: how much faster the best possible plan can be, relative to `step_s`.
       search_s: seconds of the search.
       tried: for each number of micro-batches and schedule its predicted step; infinite where nothing fits.
       notes: sentences for the user.
@@ -136,11 +136,13 @@ class PipelinePlanData:
         in each micro-batch.
       replicas: the other replicas.
       overlap: with the schedule "2bw" how a step overlaps with the next one (`cost.pipeline_steps.Overlap`).
+      status: how the search ended, as `PlanData.status`.
+      history: empty: each stage has searches of its own.
       roles: of the arguments of the step.
       facts: texts by name about the traced step, by which another function is told from the one that it is for.
       question: a hash of all that was asked for, but a time limit and a plan to begin with.
       decisions: the stages, their shardings and the plans of their programs, from which any process makes the programs
-        again; none in plans of older versions, which can only be shown.
+        again; a plan that was made without them can only be shown.
       stored_in: the file of a store from which it was taken instead of a search; "" if it was searched.
     """
 
@@ -154,13 +156,14 @@ class PipelinePlanData:
     step_s: Amount
     bubble: Amount
     lower_bound_s: Amount
-    gap: Amount
     search_s: Amount
     tried: tuple[tuple[Count, Schedule, AmountOrInf], ...] = ()
     notes: tuple[str, ...] = ()
     num_groups: Count = 1
     replicas: tuple[PlannedReplica, ...] = ()
     overlap: Overlap = "none"
+    status: str = "finished"
+    history: History = ()
     roles: ArgumentRoles = ArgumentRoles()
     facts: Mapping[str, str] = field(default_factory=dict)
     question: str = ""

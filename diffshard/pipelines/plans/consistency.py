@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from cost.pipeline_steps import PipelineStep, StepsInTurn, pipeline_step, steps_in_turn
 from cost.pipeline_times import StageTimes
 from diffshard.pipelines.plans.base import PipelinePlanData, PlannedStage
+from diffshard.plans.certificate import check_certificate
 from diffshard.plans.consistency import check_tensor
 
 
@@ -146,11 +147,8 @@ def _check_times(plan: PipelinePlanData) -> None:
             )
         if stages[-1].send_forward_s or stages[-1].send_backward_s:
             raise ValueError("the last of the `stages` must send nothing to a next one")
-    expected = {
-        "step_s": step.step_s,
-        "bubble": step.bubble,
-        "gap": (plan.step_s - plan.lower_bound_s) / plan.step_s if plan.step_s else 0.0,
-    }
+    check_certificate(plan.certificate)
+    expected = {"step_s": step.step_s, "bubble": step.bubble}
     for name, value in expected.items():
         if not math.isclose(getattr(plan, name), value, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * (name != "step_s")):
             raise ValueError(f"`{name}` is {getattr(plan, name)!r}, where the other numbers give {value!r}")

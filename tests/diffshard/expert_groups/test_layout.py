@@ -160,8 +160,9 @@ def test_moves_are_made_in_as_few_rounds_as_the_busiest_device_has_moves():
 
 def test_plans_give_meshes_and_layouts_of_their_groups():
     plan = diffshard.GroupPlan(
-        groups=((3, 0), (1, 2)), expert_workers=((3, 0, 3), (1, 2, 1)), computing_ms=(1.0, 1.0),
-        exchanging_ms=(1.0, 1.0), all_reduce_ms=1.0, merging_ms=3.0, lower_bound_ms=3.0, search_s=0.0,
+        groups=((3, 0), (1, 2)), expert_workers=((3, 0, 3), (1, 2, 1)), computing_s=(1.0, 1.0),
+        exchanging_s=(1.0, 1.0), all_reduce_s=1.0, merging_s=3.0, lower_bound_s=3.0,
+        status="optimal", search_s=0.0,
     )  # fmt: skip
     devices = jax.devices()
     layout = plan.layout(devices[4:])

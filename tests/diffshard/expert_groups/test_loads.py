@@ -60,8 +60,9 @@ def test_experts_that_move_in_the_middle_of_a_training_learn_the_same():
 
 def test_groups_are_assigned_again_by_their_own_workers():
     plan = diffshard.GroupPlan(
-        groups=((3, 0), (1, 2)), expert_workers=((3, 0, 3), (1, 2, 1)), computing_ms=(1.0, 1.0),
-        exchanging_ms=(1.0, 1.0), all_reduce_ms=1.0, merging_ms=3.0, lower_bound_ms=3.0, search_s=0.0,
+        groups=((3, 0), (1, 2)), expert_workers=((3, 0, 3), (1, 2, 1)), computing_s=(1.0, 1.0),
+        exchanging_s=(1.0, 1.0), all_reduce_s=1.0, merging_s=3.0, lower_bound_s=3.0,
+        status="optimal", search_s=0.0,
     )  # fmt: skip
     speeds, room = [1.0, 2.0, 1.0, 2.0], [3, 2, 1, 2]
     again = diffshard.reassign_experts(plan, [1.0, 6.0, 1.0], speeds, room)
@@ -70,5 +71,5 @@ def test_groups_are_assigned_again_by_their_own_workers():
         diffshard.reassign_experts(plan, [1.0, 6.0, 1.0], speeds, 1)
     with pytest.raises(ValueError, match="`expert_flops` must have the 3 numbers of the plan, not 2"):
         diffshard.reassign_experts(plan, [1.0, 6.0], speeds, room)
-    with pytest.raises(ValueError, match="`flops_per_ms` must have the 4 numbers of the plan, not 3"):
+    with pytest.raises(ValueError, match="`flops_per_s` must have the 4 numbers of the plan, not 3"):
         diffshard.reassign_experts(plan, [1.0, 6.0, 1.0], speeds[:3], room)

@@ -77,11 +77,12 @@ def group_plan() -> diffshard.GroupPlan:
     return diffshard.GroupPlan(
         groups=((0, 2), (1,)),
         expert_workers=((0, 0, 2, 2), (1, 1, 1, 1)),
-        computing_ms=(2.0, 3.0),
-        exchanging_ms=(1.0, 0.0),
-        all_reduce_ms=0.5,
-        merging_ms=4.0,
-        lower_bound_ms=3.0,
+        computing_s=(2.0, 3.0),
+        exchanging_s=(1.0, 0.0),
+        all_reduce_s=0.5,
+        merging_s=4.0,
+        lower_bound_s=3.0,
+        status="finished",
         search_s=0.1,
     )
 
