@@ -6,7 +6,7 @@ It is the only file that knows both the search for shardings and that for pipeli
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any, get_args, overload
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -19,7 +19,7 @@ from diffshard.comparison.checked_search import Check, checks_of, plan_by_compil
 from diffshard.comparison.judging import TIMEOUT_S
 from diffshard.live_progress import ProgressDisplay
 from diffshard.pipelines.base import Pipeline
-from diffshard.pipelines.options import pipeline_options
+from diffshard.pipelines.options import checked_cluster, pipeline_options, with_remat
 from diffshard.pipelines.pipelined_function import PipelinedFunction
 from diffshard.pipelines.plan import PipelinePlan
 from diffshard.plans.base import Executor
@@ -36,6 +36,7 @@ from diffshard.sharding_search.plan_store import PlanStore, checked_folder
 from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.planning import find_plan
 from diffshard.sharding_search.remat import find_plan_with_remat
+from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.shape_search import plan_of_best_shape
 from diffshard.sharding_search.shared_plans import plan_of_first_process
 from diffshard.sharding_search.step_objective import StepCost
@@ -162,8 +163,10 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
         is searched from the beginning.
       pipeline: cuts a training step into stages on parts of the devices, which may be of several kinds, and chooses the
         stages, their meshes and shardings, the number of micro-batches and the schedule together. None runs all of the
-        function on all devices. With it only `hardware`, `memory_limit_bytes`, `solver`, `time_limit_s`, `cache`,
-        `progress`, donated and static arguments can be given, and the result is a `PipelinedFunction`.
+        function on all devices. The result is a `PipelinedFunction`. `in_shardings` and `logical_axis_rules` then name
+        the axes "x" and "y" of the stages' meshes: hosts and the devices in each, or parts of one host; an axis that a
+        mesh does not have counts as one device. `remat` adds to `Pipeline.residuals`. Compilers of `check` judge the
+        programs of the stages one by one, and "numbers" holds the first call against one device.
       objective: what is made small in place of the seconds of a step: a function that takes a `RelaxedStep` (seconds
         of arithmetic and of each link, bytes over time) and returns a scalar, such as joules or a price. JAX
         differentiates it. The plan's bound on it holds where it is convex in the fields of the step. With
@@ -181,26 +184,27 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
       TypeError, ValueError: an argument breaks a rule; the error names it and its value.
       RuntimeError: the compiler of the target is not installed; names the extra that brings it.
     """
-    check_pairs(
-        {"devices": None if pipeline is not None else devices}
-        | {"pipeline": pipeline, "objective": objective, "remat": remat, "cache": cache, "start": start, "key": key}
-        | {"formats": formats}
-        | {"in_shardings": in_shardings, "logical_axis_rules": logical_axis_rules, "executor": executor}
-        | {"static_argnums": static_argnums, "static_argnames": static_argnames, "check": check, "target": target}
-        | {f'executor="{executor}"': executor, 'check="compile"': True if checks_of(check)[0] == "compile" else None}
-    )
+    check_pairs(locals())
+    compiler, checks_numbers = checks_of(check)
     if pipeline is not None:
         if (mesh is None) == (devices is None):
             given = "neither" if mesh is None else "both"
             raise TypeError(f"Give a `Cluster` or `devices` together with `pipeline`, not {given}.")
+        cluster = checked_cluster(mesh if devices is None else devices, hardware)
+        kinds = [hosts.device for hosts in cluster.kinds]
+        judge, judged_by = _judge(compiler, check, target, kinds, ("program", "constraints"))
         options = pipeline_options(
             fn,
-            mesh if devices is None else devices,
-            pipeline,
-            hardware,
+            cluster,
+            with_remat(pipeline, remat),
+            None,
             memory_limit_bytes=memory_limit_bytes,
             donate_argnums=positions(donate_argnums),
             donate_argnames=argument_names(donate_argnames),
+            in_shardings=in_shardings,
+            logical_axis_rules=logical_axis_rules,
+            executor=executor,
+            key=key,
             solver=DEFAULT_SOLVER if solver is None else solver,
             time_limit_s=time_limit_s,
             static_argnums=positions(static_argnums),
@@ -208,6 +212,9 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
             cache=None if cache is None else checked_folder(cache),
             start=start,
             progress=progress,
+            judge=judge,
+            judged_by=judged_by,
+            checks_numbers=checks_numbers,
         )
         return PipelinedFunction(options, PipelinePlan)
     if isinstance(mesh, Cluster) and devices is None:
@@ -223,18 +230,10 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
     with errors_for_all(mesh, "search a plan"):
         priced_for = hardware_for(hardware, mesh)
         rules = None if logical_axis_rules is None else checked_rules(logical_axis_rules, tuple(mesh.axis_names))
-        compiler, checks_numbers = checks_of(check)
-        find, judged_by = find_plan if remat is None else find_plan_with_remat, compiler or ""
-        judge = plan_by_shardy if compiler == "shardy" else None
+        find = find_plan if remat is None else find_plan_with_remat
+        judge, judged_by = _judge(compiler, check, target, [priced_for], get_args(Executor))
         if formats is not None:
             find = find_plan_with_formats
-        if compiler == "compile":
-            compiled_for = target_for(target, priced_for)
-            compiled_for.check()
-            judge = functools.partial(plan_by_compiling, compiled_for, TIMEOUT_S)
-            judged_by = f"compile for {compiled_for}"
-        elif target is not None:
-            raise ValueError(f'`target` is for `check="compile"`, not {check!r}.')
         find = functools.partial(find_with_advice, functools.partial(plan_of_best_shape, find, judge))
         if cache is not None:
             find = functools.partial(PlanStore(checked_folder(cache)).plan_or_search, find)
@@ -264,3 +263,33 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
             formats=formats,
         )
     return PlannedFunction(options, functools.partial(plan_of_first_process, find))
+
+
+def _judge(
+    compiler: str | None,
+    check: Any,
+    target: Target | str | None,
+    kinds: Sequence[Hardware],
+    executors: Sequence[Executor],
+) -> tuple[Callable[[PlanRequest], Plan] | None, str]:
+    """Returns what finds plans that a compiler judges, and which one that is, and for what it compiles.
+
+    Args:
+      compiler: which one judges plans; None for none.
+      check: as the user wrote it.
+      target: what "compile" compiles for; None takes that of the hardware.
+      kinds: the hardware that plans are for.
+      executors: by which "compile" compiles found plans.
+    """
+    if compiler == "compile":
+        targets = {hardware.name: target_for(target, hardware) for hardware in kinds}
+        for compiled_for in targets.values():
+            compiled_for.check()
+
+        def judge(request: PlanRequest) -> Plan:
+            return plan_by_compiling(targets[request.options.hardware.name], TIMEOUT_S, request, executors)
+
+        return judge, "compile for " + " and ".join(dict.fromkeys(map(str, targets.values())))
+    if target is not None:
+        raise ValueError(f'`target` is for `check="compile"`, not {check!r}.')
+    return (plan_by_shardy, compiler) if compiler == "shardy" else (None, "")

@@ -83,7 +83,9 @@ def plan_by_shardy(request: PlanRequest) -> Plan:
     return replace(plan, notes=notes, search_s=time.perf_counter() - request.start_s)
 
 
-def plan_by_compiling(target: Target, timeout_s: float, request: PlanRequest) -> Plan:
+def plan_by_compiling(
+    target: Target, timeout_s: float, request: PlanRequest, executors: Sequence[Executor] = get_args(Executor)
+) -> Plan:
     """Returns the plan whose compiled program is the fastest by the timeline, among those that fit the memory limit.
 
     Without a timeline it is the fastest by prediction. If nothing can be compiled, it is the found plan, with a note.
@@ -92,12 +94,13 @@ def plan_by_compiling(target: Target, timeout_s: float, request: PlanRequest) ->
       target: what to compile for.
       timeout_s: seconds for each compilation.
       request: the function with its space, and what was asked for.
+      executors: by which the found plan is compiled.
 
     Raises:
       InfeasibleError: no plan is predicted to come near the memory limit, or none fits by its compiled program.
     """
     options, traced_function, space, start_s, *_ = request
-    compiled_plans = _CompiledPlans(options, target, timeout_s)
+    compiled_plans = _CompiledPlans(options, target, timeout_s, executors)
     limit_bytes = options.memory_limit_bytes
     if options.remat is None and float(np.max(least_memory(space.problem)[1])) > limit_bytes:
         limit_bytes *= MAX_OVERESTIMATE
@@ -138,6 +141,7 @@ class _CompiledPlans:
       options: what was asked for.
       target: what programs are compiled for.
       timeout_s: seconds for each compilation.
+      executors: by which found plans are compiled.
       baseline_plans: those that will be compiled with the next found plan.
       entries: plans that were compiled, and what became of them.
       notes: plans that were left out.
@@ -146,6 +150,7 @@ class _CompiledPlans:
     options: Options
     target: Target
     timeout_s: float
+    executors: Sequence[Executor]
     baseline_plans: list[CompilablePlan] = field(default_factory=list)
     entries: list[tuple[CompilablePlan, ComparedPlan]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -175,7 +180,7 @@ class _CompiledPlans:
         first_executor = self.options.executor
         if first_executor is None:
             first_executor, _ = default_executor(space)
-        executors = sorted(get_args(Executor), key=lambda e: e != first_executor)  # the first wins where all fail
+        executors = sorted(self.executors, key=lambda e: e != first_executor)  # the first wins where all fail
         found_plans = [CompilablePlan(name, with_executor(found, e, space), traced_function, space) for e in executors]
         plans = [*found_plans, *self.baseline_plans]
         self.baseline_plans = []

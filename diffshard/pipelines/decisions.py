@@ -26,7 +26,7 @@ from diffshard.pipelines.stage_search import StageLayout
 from diffshard.plans.documents import DAMAGE, check_checksum, check_stored, read, text_of
 from diffshard.plans.json_values import from_json_values, to_json_values
 from diffshard.processes import Processes
-from diffshard.sharding_search.fingerprints import digest_of, versions
+from diffshard.sharding_search.fingerprints import digest_of, key_text, versions
 from diffshard.sharding_search.program_text import program_text, value_text
 from search_spaces.partition_specs import NamedSpec
 from search_spaces.pipelines.stage_keys import Key
@@ -159,6 +159,9 @@ def request_facts(options: PipelineOptions) -> dict[str, str]:
         "`pipeline`": str(options.pipeline),
         "`memory_limit_bytes`": repr(options.memory_limit_bytes),
         "`solver`": value_text(options.solver),
+        "`key`": key_text(options.key),
+        "`executor`": value_text(options.executor),
+        "`check`": options.judged_by,
         "`donate_argnums`": value_text((options.donate_argnums, options.donate_argnames)),
         "the cluster": str(options.cluster),
         "the devices of the cluster": str(devices),
@@ -168,7 +171,12 @@ def request_facts(options: PipelineOptions) -> dict[str, str]:
 def trace_facts(steps: Sequence[UncutStep]) -> Mapping[str, str]:
     """Returns the texts of a traced step, which have to be the same in all processes."""
     counts = str([step.parts.num_microbatches for step in steps])
-    return {"the numbers of micro-batches that divide the batch": counts, **_step_facts(steps[0])}
+    given = dict(zip(steps[0].call.paths, steps[0].given, strict=False))
+    return {
+        "the numbers of micro-batches that divide the batch": counts,
+        "`in_shardings`": str({path: str(spec) for path, spec in given.items() if spec is not None}),
+        **_step_facts(steps[0]),
+    }
 
 
 def planned_facts(step: UncutStep) -> dict[str, str]:

@@ -1,15 +1,12 @@
-"""What a search for a pipeline is asked for, checked before anything is traced; and the calls of static arguments.
+"""What a search for a pipeline is asked for, checked before anything is traced."""
 
-For each set of values of the static arguments there is a step that does not take them.
-"""
-
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, get_args
 
-from jax.sharding import AbstractMesh, Mesh
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cost.clusters import Cluster
 from cost.host_groups import Hosts, Submesh
@@ -18,11 +15,17 @@ from cost.real_numbers import is_positive, whole_number
 from diffshard.base import Solver
 from diffshard.live_progress import ProgressDisplay
 from diffshard.pipelines.base import Pipeline
-from diffshard.pipelines.offload_search import check_offload
-from diffshard.pipelines.plans.base import ArgumentRoles, PipelinePlanData
-from diffshard.sharding_search.call import split
-from diffshard.sharding_search.options import DEFAULT_SOLVER, positional_names, signature_of
-from diffshard.solving.solve import resolve
+from diffshard.pipelines.plans.base import ArgumentRoles, PipelinePlanData, ResidualUse
+from diffshard.pipelines.stage_calls import HOST_MEMORY
+from diffshard.plans.base import Executor, LogicalAxisRules
+from diffshard.sharding_search.call import are_arrays, split
+from diffshard.sharding_search.logical_axes import checked_rules, logical_axes_of, spec_by_rules
+from diffshard.sharding_search.options import DEFAULT_SOLVER, Remat
+from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.request import PlanRequest
+from diffshard.solving.solve import check_key, resolve
+from search_spaces.partition_specs import checked_axes_of
+from search_spaces.sharding.given import given_specs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +39,18 @@ class PipelineOptions:
       memory_limit_bytes: of each device; None takes the memory of its kind.
       donate_argnums, donate_argnames: arguments whose memory results may take.
       static_argnums, static_argnames: arguments that are constants of the step.
+      in_shardings: shardings to keep, on the axes "x" and "y" of the stages' meshes; as in `search`.
+      logical_axis_rules: pairs of a name in flax's metadata and such axes, by which arguments are given.
+      executor: of the programs of the stages; None takes the default one of each.
       solver: of the sharding of a stage.
+      key: random key or seed of the solver.
       time_limit_s: for solving and proving; None ends by its own rule.
       cache: a folder that keeps what was decided; None keeps nothing.
       start: an earlier plan; the search takes it, or finds nothing slower.
       progress: where the search shows how it goes.
+      judge: finds the plans of the stages' programs by a compiler; None takes those of the search.
+      judged_by: says which compiler that is, and how.
+      checks_numbers: whether the first call is held against one device.
       roles: of the arguments, as the user named them, static ones included.
     """
 
@@ -52,11 +62,18 @@ class PipelineOptions:
     donate_argnames: tuple[str, ...] = ()
     static_argnums: tuple[int, ...] = ()
     static_argnames: tuple[str, ...] = ()
+    in_shardings: Any = None
+    logical_axis_rules: LogicalAxisRules | None = None
+    executor: Executor | None = None
     solver: str | Solver = DEFAULT_SOLVER
+    key: jax.Array | int | None = None
     time_limit_s: float | None = None
     cache: str | None = None
     start: PipelinePlanData | None = None
     progress: ProgressDisplay = "terminal"
+    judge: Callable[[PlanRequest], Plan] | None = None
+    judged_by: str = ""
+    checks_numbers: bool = False
     roles: ArgumentRoles = field(default_factory=ArgumentRoles)
 
     def __post_init__(self):
@@ -67,7 +84,13 @@ class PipelineOptions:
             raise ValueError(f"`time_limit_s` must be a positive number of seconds or None, not {time_limit_s!r}.")
         if self.progress not in get_args(ProgressDisplay):
             raise ValueError(f"`progress` must be one of {get_args(ProgressDisplay)}, not {self.progress!r}.")
+        if self.executor is not None and self.executor not in get_args(Executor):
+            raise ValueError(f"`executor` must be one of {get_args(Executor)}, not {self.executor!r}.")
+        check_key(self.key)
         resolve(self.solver)
+        _check_names_axes_of_stages(self.in_shardings)
+        if self.logical_axis_rules is not None:
+            object.__setattr__(self, "logical_axis_rules", checked_rules(self.logical_axis_rules, STAGE_AXES))
         if self.start is not None and not isinstance(self.start, PipelinePlanData):
             raise TypeError(
                 f"`start` must be a `PipelinePlan` together with `pipeline`, or None, not {type(self.start).__name__}."
@@ -99,8 +122,8 @@ def pipeline_options(
     )
     batch, cluster = pipeline.batch, checked_cluster(devices, hardware)
     if "offload" in pipeline.residuals:
-        check_offload(cluster)
-    asked_for = PipelineOptions(
+        _check_offload(cluster)
+    return PipelineOptions(
         fn=fn,
         cluster=cluster,
         pipeline=pipeline,
@@ -111,10 +134,10 @@ def pipeline_options(
         roles=ArgumentRoles(*batch, *donated, *static),
         **options,
     )
-    check_static(asked_for)
-    return asked_for
 
 
+STAGE_AXES = ("x", "y")
+"""The axes of the stages' meshes; a mesh without the second one counts as one with a single device along it."""
 STAGE_TIME_LIMIT_S = 15.0
 """For the solver, for one stage or program; its bound says what is left."""
 
@@ -128,12 +151,33 @@ def donated_arrays(options: PipelineOptions, args: Sequence[Any], kwargs: Mappin
     return flags
 
 
+def given_arrays(
+    options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[PartitionSpec | None, ...]:
+    """Returns for each flat argument the sharding that the user gives; None leaves it free.
+
+    Raises:
+      ValueError: `in_shardings` is not a prefix of the arguments, or a name in flax's metadata has no rule.
+    """
+    tree = tuple(args), {name: kwargs[name] for name in sorted(kwargs)}
+    specs = given_specs(options.in_shardings, args)
+    specs += [None] * (len(jax.tree.leaves(tree)) - len(specs))
+    names, paths = logical_axes_of(tree), jax.tree_util.tree_leaves_with_path(tree)
+    found: list[Any] = []  # no NamedSharding is let in
+    for spec, axes, is_array, (path, _) in zip(specs, names, are_arrays(tree), paths, strict=True):
+        if is_array and spec is None and axes is not None and options.logical_axis_rules is not None:
+            spec = spec_by_rules(axes, options.logical_axis_rules, STAGE_AXES, jax.tree_util.keystr(path))
+        found += [spec] if is_array else []
+    return tuple(found)
+
+
 def mesh_shape(submesh: Submesh) -> dict[str, int]:
     """Returns the mesh over a submesh: hosts and devices, or two axes within a host."""
+    x, y = STAGE_AXES
     hosts, devices = submesh.shape if len(submesh.shape) == 2 else (1, submesh.num_devices)
     if hosts > 1:
-        return {"x": hosts, "y": devices}
-    return {"x": 2, "y": devices // 2} if devices >= 4 and devices % 2 == 0 else {"x": devices}
+        return {x: hosts, y: devices}
+    return {x: 2, y: devices // 2} if devices >= 4 and devices % 2 == 0 else {x: devices}
 
 
 def memory_limit_of(options: PipelineOptions, kind: int) -> float:
@@ -210,111 +254,48 @@ def checked_cluster(devices: Any, hardware: Any) -> Cluster:
     return Cluster([Hosts(max(number // in_host, 1), min(number, in_host), hardware)])
 
 
-class StaticCall(NamedTuple):
-    """A call whose static arguments are taken out.
-
-    Attributes:
-      values: the static arguments, by the position or the name by which they are given.
-      args, kwargs: the others.
-    """
-
-    values: dict[int | str, Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What two calls have in common that run the same step: 1 and 1.0 are equal, but different constants."""
-        return tuple((place, _exact(value)) for place, value in sorted(self.values.items(), key=str))
+def _check_names_axes_of_stages(in_shardings: Any) -> None:
+    """Checks that what is given names axes of the stages' meshes only."""
+    is_spec = lambda x: x is None or isinstance(x, PartitionSpec | NamedSharding)  # noqa: E731
+    for path, leaf in jax.tree_util.tree_leaves_with_path(in_shardings, is_leaf=is_spec):
+        name = f"`in_shardings`{jax.tree_util.keystr(path)}"
+        if isinstance(leaf, NamedSharding):
+            raise ValueError(
+                f"{name} is on the mesh {dict(leaf.mesh.shape)}, but `pipeline` chooses the meshes of its stages. Give "
+                "a PartitionSpec of their axes 'x' and 'y'."
+            )
+        if not is_spec(leaf):
+            raise TypeError(f"{name} must be a PartitionSpec or None, not {leaf!r}.")
+        if leaf is not None:
+            checked_axes_of(leaf, len(leaf), STAGE_AXES, name)
 
 
-def _exact(value: Any) -> Any:
-    """Returns what is equal only for values of one type, sign and contents; tuples are looked into."""
-    if isinstance(value, tuple):
-        return type(value), tuple(map(_exact, value))
-    return type(value), value, repr(value) if isinstance(value, float | complex) else ""
-
-
-def static_call(options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StaticCall:
-    """Takes the static arguments out of a call.
+def with_remat(pipeline: Pipeline, remat: Remat | None) -> Pipeline:
+    """Returns a pipeline that may do with residuals what `remat` says, besides what it may do itself.
 
     Raises:
-      TypeError: one of them is not hashable.
+      ValueError: there is no such value of `remat`.
     """
-    by_position = {n: args[n] for n in options.static_argnums if n < len(args)}
-    by_name = {name: kwargs[name] for name in options.static_argnames if name in kwargs}
-    for place, value in {**by_position, **by_name}.items():
-        try:
-            hash(value)
-        except TypeError:
-            raise TypeError(
-                f"The static argument {place!r} is {type(value).__name__}, which is not hashable. Give a value that "
-                "is, such as a tuple or a frozen dataclass."
-            ) from None
-    return StaticCall(
-        {**by_position, **by_name},
-        tuple(x for n, x in enumerate(args) if n not in by_position),
-        {name: x for name, x in kwargs.items() if name not in by_name},
-    )
+    if remat is None:
+        return pipeline
+    if remat not in get_args(Remat):
+        raise ValueError(f'`remat` must be "search", "offload" or None, not {remat!r}.')
+    more: tuple[ResidualUse, ...] = ("recompute",) if remat == "search" else ("recompute", "offload")
+    return replace(pipeline, residuals=tuple(dict.fromkeys((*pipeline.residuals, *more))))
 
 
-def without_static(options: PipelineOptions, values: Mapping[int | str, Any]) -> PipelineOptions:
-    """Returns the options of the step that does not take static arguments, which have these values."""
-    names = positional_names(signature_of(options.fn))
-    taken = {names.index(place) if place in names else place for place in values}
-
-    def moved(positions: Sequence[int]) -> tuple[int, ...]:
-        return tuple(n - sum(isinstance(s, int) and s < n for s in taken) for n in positions)
-
-    batch = options.pipeline.batch
-    return replace(
-        options,
-        fn=_bound(options.fn, values),
-        pipeline=replace(options.pipeline, batch_argnums=moved(batch.argnums)),
-        donate_argnums=moved(options.donate_argnums),
-        static_argnums=(),
-        static_argnames=(),
-    )
-
-
-def check_static(options: PipelineOptions) -> None:
-    """Checks that static arguments are not donated, and have no batch.
-
-    Raises:
-      ValueError: one of them is both.
-    """
-    names, batch = positional_names(signature_of(options.fn)), options.pipeline.batch
-    others = {
-        "donate_argnums": (*options.donate_argnums, *options.donate_argnames),
-        "Pipeline.batch_argnums": (*batch.argnums, *batch.argnames),
-    }
-    static = {_name(names, place) for place in (*options.static_argnums, *options.static_argnames)}
-    for option, places in others.items():
-        for name in static & {_name(names, place) for place in places}:
-            raise ValueError(f"`static_argnums` and `{option}` share the argument {name!r}.")
-
-
-def _name(names: Sequence[str], place: int | str) -> int | str:
-    return names[place] if isinstance(place, int) and place < len(names) else place
-
-
-def _bound(fn: Callable[..., Any], values: Mapping[int | str, Any]) -> Callable[..., Any]:
-    """Returns a function without some of its arguments, which have these values."""
-    by_position = sorted((n, value) for n, value in values.items() if isinstance(n, int))
-    by_name = {name: value for name, value in values.items() if isinstance(name, str)}
-
-    @functools.wraps(fn)
-    def bound(*args: Any, **kwargs: Any) -> Any:
-        whole = list(args)
-        for n, value in by_position:
-            whole.insert(n, value)
-        return fn(*whole, **kwargs, **by_name)
-
-    signature = signature_of(fn)
-    if signature is not None:
-        names = positional_names(signature)
-        taken = {*by_name, *(names[n] for n, _ in by_position if n < len(names))}
-        left = [p for name, p in signature.parameters.items() if name not in taken]
-        if all(p.kind is not inspect.Parameter.VAR_POSITIONAL for p in left):
-            vars(bound)["__signature__"] = signature.replace(parameters=left)
-    return bound
+def _check_offload(cluster: Cluster) -> None:
+    """Raises `ValueError` if residuals cannot be offloaded on a cluster: names the devices, and says what to do."""
+    for hosts in cluster.kinds:
+        if hosts.device.host_memory_bytes_per_s is None:
+            raise ValueError(
+                f'`Pipeline.residuals` has "offload", but the hardware {hosts.name!r} does not say how fast its '
+                "devices copy to memory of their host. Give a `Hardware` with `host_memory_bytes_per_s`."
+            )
+    for device in [device for kind in cluster.devices for host in kind for device in host]:
+        kinds = {memory.kind for memory in device.addressable_memories()}  # none of a device that is only described
+        if kinds and HOST_MEMORY not in kinds:
+            raise ValueError(
+                f'`Pipeline.residuals` has "offload", but {device} has no pinned memory of its host, only '
+                f'{sorted(kinds)}. Leave "offload" out.'
+            )

@@ -9,20 +9,17 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from diffshard.live_progress import LiveLine, live_line
+from diffshard.pipelines.checked_calls import check_can_be_held, checked_call
 from diffshard.pipelines.decisions import program_facts, request_facts
 from diffshard.pipelines.delayed_gradients import DelayedStep, delayed, has_versions
 from diffshard.pipelines.execution import StagedExecution
-from diffshard.pipelines.options import (
-    PipelineOptions,
-    donated_arrays,
-    static_call,
-    without_static,
-)
+from diffshard.pipelines.options import PipelineOptions, donated_arrays
 from diffshard.pipelines.pipelined_steps import batches_of, flat_steps
 from diffshard.pipelines.planned_pipeline import FoundPipeline
 from diffshard.pipelines.plans.base import PipelinePlanData
 from diffshard.pipelines.plans.page import format_pipeline_page
 from diffshard.pipelines.search import find_pipeline
+from diffshard.pipelines.static_arguments import check_static, static_call, without_static
 from diffshard.plans.formats import format_bytes, format_count, format_s
 from diffshard.plans.notebook import NOT_PLANNED, planned_function_element
 from diffshard.processes import Processes, errors_for_all, processes_of
@@ -42,10 +39,12 @@ class _Prepared:
     Attributes:
       found: the pipeline.
       execution: its programs on devices; None until the first call.
+      is_checked: whether its results were held against one device.
     """
 
     found: FoundPipeline
     execution: StagedExecution | None = None
+    is_checked: bool = False
 
 
 class PipelinedFunction(Generic[PlanT]):
@@ -58,6 +57,7 @@ class PipelinedFunction(Generic[PlanT]):
     """
 
     def __init__(self, options: PipelineOptions, kind: type[PlanT], find: FindPipeline = find_pipeline):
+        check_static(options)
         self._has_static = bool(options.static_argnums or options.static_argnames)  # their values come with calls
         self.options = options if self._has_static else _delayed(options)
         self._kind, self._find = kind, find
@@ -89,14 +89,21 @@ class PipelinedFunction(Generic[PlanT]):
             versions though its gradients are not delayed.
           ValueError: the cluster is only described, without devices.
           StageError: a program of a stage failed; names the stage.
+          NumbersError: the first results are held against one device, and differ.
         """
         if self._has_static:
             own, args, kwargs = self._without_static(args, kwargs)
             return own(*args, **kwargs)
         self._check_call(args, kwargs)
         args, kwargs = self._with_versions(args, kwargs)
-        execution, step = self.execution(*args, **kwargs), self._prepare(args, kwargs).found.step
-        return step.result(execution(step.flat_arguments(split((args, _sorted(kwargs)))[0])))
+        kwargs = _sorted(kwargs)
+        execution, prepared = self.execution(*args, **kwargs), self._prepare(args, kwargs)
+        if self.options.checks_numbers and not prepared.is_checked:
+            result = checked_call(self.options, prepared.found, execution, args, kwargs, self._processes)
+            prepared.is_checked = True
+            return result
+        step = prepared.found.step
+        return step.result(execution(step.flat_arguments(split((args, kwargs))[0])))
 
     def steps(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Runs a step for each batch; with the schedule "2bw" each begins before the one before it has ended.
@@ -106,6 +113,8 @@ class PipelinedFunction(Generic[PlanT]):
 
         Arguments are those of a call, but the ones that have the batch (`Pipeline.batch_argnums`) are iterables of
         batches of equal shapes. What a result of a step replaces, such as the state, goes from each step to the next.
+
+        Only calls are held against one device where that is asked for.
 
         Yields:
           What calls return, step by step. It reads the batch of the next step first, and starts that step.
@@ -217,6 +226,10 @@ class PipelinedFunction(Generic[PlanT]):
             self._prepared[key] = _Prepared(self._agreed_pipeline(args, kwargs))
         return self._prepared[key]
 
+    @property
+    def _processes(self) -> Processes:
+        return processes_of(mesh_of_all(self.options.cluster))
+
     def _agreed_pipeline(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> FoundPipeline:
         """Finds the pipeline, in the first process that owns devices of the cluster; the others get what it found.
 
@@ -224,7 +237,9 @@ class PipelinedFunction(Generic[PlanT]):
           ProcessesError: what they ask for differs, or what they traced, or one of them failed.
         """
         mesh = mesh_of_all(self.options.cluster)
-        processes, what = processes_of(mesh), "search a pipeline"
+        processes, what = self._processes, "search a pipeline"
+        if self.options.checks_numbers:
+            check_can_be_held(self.options, processes)
         processes.check_alike(what, request_facts(self.options))
         name = getattr(self.options.fn, "__name__", "function")
         with errors_for_all(mesh, what), live_line(f"searching a pipeline of {name}", self.options.progress) as line:

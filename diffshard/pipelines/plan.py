@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
-from typing import Any
+from typing import Any, Literal
 
 from cost.base import Hardware
 from diffshard.base import PlanError
@@ -56,7 +56,12 @@ class PipelinePlan(PipelinePlanData):
         return {plan.function: plan for plan in plans}
 
     def apply(
-        self, fn: Callable[..., Any], devices: Any, *, hardware: Hardware | str | None = None
+        self,
+        fn: Callable[..., Any],
+        devices: Any,
+        *,
+        hardware: Hardware | str | None = None,
+        check: Literal["numbers"] | None = None,
     ) -> "PipelinedFunction[PipelinePlan]":
         """Gives a training step this plan without a search; returns a callable as `diffshard.search` does.
 
@@ -67,12 +72,15 @@ class PipelinePlan(PipelinePlanData):
           fn: the training step that the plan was made for.
           devices: as many as the plan's, in the same order: JAX devices, or a `Cluster` of the same hosts.
           hardware: of the devices, as in `diffshard.search`; None for a `Cluster`, and for that of JAX devices.
+          check: "numbers" holds the first call against one device, as in `diffshard.search`.
 
         Raises:
           PlanError: the plan does not fit the function. What depends on its arguments, and whether the plan is for such
             devices, is told when the step is planned or called.
           TypeError, ValueError: an argument breaks a rule.
         """
+        if check not in ("numbers", None):
+            raise ValueError(f'`check` must be "numbers" or None, not {check!r}: the plan is made.')
         is_offloading = any(stage.num_offloaded for stage in self.all_stages)
         limits = {stage.memory_limit_bytes for stage in self.all_stages}
         pipeline = Pipeline(
@@ -93,6 +101,7 @@ class PipelinePlan(PipelinePlanData):
                 donate_argnames=self.roles.donate_argnames,
                 static_argnums=self.roles.static_argnums,
                 static_argnames=self.roles.static_argnames,
+                checks_numbers=check is not None,
             )
         except ValueError as error:
             if "_argn" not in str(error):

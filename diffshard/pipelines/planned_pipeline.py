@@ -111,7 +111,7 @@ def planned_pipeline(
     staged = with_choices(search.programs(step, copied), layouts)
     course.step("planning the programs of the stages")
     limit_s = course.stage_limit_s(2 * len(stages))
-    plans = StagePlans(staged, devices, processes, solver=options.solver, time_limit_s=limit_s)
+    plans = StagePlans(staged, devices, processes, options, limit_s)
     course.is_interrupted |= any(plan.status == "interrupted" for plan in plans.plans.values())
     forward_s, backward_s = plans.pass_seconds()
     for i, layout in enumerate(layouts):
@@ -150,8 +150,19 @@ def planned_pipeline(
         for i, stage in enumerate(stages)
     ]
     notes = (*chosen.notes, _KEPT_BOUND) if any(layout.recomputed for layout in layouts) else chosen.notes
+    notes = (*notes, *_judged(plans)) if options.judge is not None else notes
     plan = predicted_plan(options, search, chosen.schedule, planned, tried=chosen.tried, notes=notes, overlap=overlap)
     return FoundPipeline(with_bound(plan, chosen.bound_s), step, staged, plans, simulation)
+
+
+def _judged(plans: StagePlans) -> list[str]:
+    """Returns what a compiler said of the programs of the stages."""
+    notes = []
+    for plan in plans.plans.values():
+        notes.append(f"{plan.function} runs by `executor` {plan.executor!r}, as a compiler judged it alone.")
+        without_place = (note.partition(f"({plan.function}): ")[2] or note for note in plan.notes)
+        notes += [f"{plan.function}: {note}" for note in without_place]
+    return notes
 
 
 def predicted_plan(

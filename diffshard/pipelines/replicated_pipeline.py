@@ -158,7 +158,7 @@ def _planned_programs(
         devices.append(StageDevices(mesh_of(cluster, p.numbers, shape), cluster.hardware(p.submesh.kind, shape), named))
     counts = [search.num_microbatches - len(steps) + 1, *[1] * (len(steps) - 1)]
     limit_s = search.course.stage_limit_s(2 * len(places))
-    return StagePlans(replicated_step(steps, counts), devices, processes, solver=options.solver, time_limit_s=limit_s)
+    return StagePlans(replicated_step(steps, counts), devices, processes, options, limit_s)
 
 
 def _times(options: PipelineOptions, base: StagedStep, chosen: ChosenReplicas, plans: StagePlans) -> list[StageTimes]:

@@ -36,7 +36,7 @@ from diffshard.pipelines.given_pipeline import (
     with_decisions,
 )
 from diffshard.pipelines.least_memory import nothing_fits
-from diffshard.pipelines.options import PipelineOptions, donated_arrays, mesh_shape
+from diffshard.pipelines.options import PipelineOptions, donated_arrays, given_arrays, mesh_shape
 from diffshard.pipelines.planned_pipeline import FoundPipeline, GivenLayouts, planned_pipeline, with_bound
 from diffshard.pipelines.plans.base import PipelinePlanData
 from diffshard.pipelines.replica_search import ChosenReplicas, choose_replicas, replicas_bound_s
@@ -316,10 +316,11 @@ def _steps(options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, A
     Raises:
       ValueError: none of them does.
     """
-    pipeline, steps, errors = options.pipeline, [], []
+    pipeline, steps, errors, given = options.pipeline, [], [], given_arrays(options, args, kwargs)
     for count, num_groups in itertools.product(pipeline.microbatch_counts, _group_counts(options)):
         try:
-            steps.append(uncut_step(options.fn, count * num_groups, pipeline.batch, args, kwargs, num_groups))
+            step = uncut_step(options.fn, count * num_groups, pipeline.batch, args, kwargs, num_groups)
+            steps.append(replace(step, given=given))
         except ValueError as error:
             errors.append(error)
     if not steps and not errors:

@@ -20,6 +20,7 @@ from cost.clusters import Cluster
 from cost.host_groups import Submesh
 from diffshard.base import InfeasibleError
 from diffshard.pipelines.cutting import CutStep
+from diffshard.pipelines.options import PipelineOptions
 from diffshard.pipelines.stage_lifetimes import shared_parts
 from diffshard.pipelines.stage_search import StageLayout
 from diffshard.plans.base import Tensor
@@ -119,14 +120,23 @@ class StagePlans:
       staged: the step in stages.
       stages: what each stage runs on.
       processes: those that own devices of any stage; the first one searches the plans of all.
-      options: of the search: `solver`, `time_limit_s`.
+      options: what is asked for.
+      time_limit_s: for the solver, for each program.
 
     Attributes:
       plans: of the programs, by label.
     """
 
-    def __init__(self, staged: StagedStep, stages: Sequence[StageDevices], processes: Processes, **options: Any):
+    def __init__(
+        self,
+        staged: StagedStep,
+        stages: Sequence[StageDevices],
+        processes: Processes,
+        options: PipelineOptions,
+        time_limit_s: float,
+    ):
         self.staged, self.stages, self._options, self._processes = staged, list(stages), options, processes
+        self._time_limit_s = time_limit_s
         self._functions: dict[Label, PlannedFunction[Plan]] = {}
         self.plans: dict[Label, Plan] = {}
         for label, program in staged.programs.items():
@@ -187,6 +197,7 @@ class StagePlans:
             return {f"result {i:06}": array for i, array in enumerate(left)}  # sorted by name
 
         function.__name__ = function.__qualname__ = f"stage_{label.stage}_{label.kind}"
+        asked_for = self._options
         options = Options(
             fn=function,
             mesh=devices.mesh,
@@ -194,9 +205,14 @@ class StagePlans:
             memory_limit_bytes=devices.hardware.memory_bytes,
             in_shardings=([self.spec(label.stage, key) for key in program.reads],),
             progress="none",
-            **self._options,
+            solver=asked_for.solver,
+            key=asked_for.key,
+            executor=asked_for.executor,
+            judged_by=asked_for.judged_by,
+            time_limit_s=self._time_limit_s,
         )
-        return PlannedFunction(options, partial(plan_of_first_process, find_plan, processes=self._processes))
+        find = asked_for.judge or find_plan
+        return PlannedFunction(options, partial(plan_of_first_process, find, processes=self._processes))
 
     def _left_spec(self, label: Label, key: Key, total_of: dict[Key, Key]) -> PartitionSpec:
         """Returns how a program leaves an array: as its own stage stores it, or else as it is sent."""

@@ -136,4 +136,10 @@ class StepSearch:
           cut: the step.
           copied: stages with arguments that their micro-batches read from a copy.
         """
-        return in_groups(staged_step(cut.parts, cut.cuts, copied))
+        staged = staged_step(cut.parts, cut.cuts, copied)
+        if any(spec is not None for spec in self.step.given):
+            counts = (1 if s is None else s.num_segments for s in cut.segments.arguments)
+            given = [spec for spec, count in zip(self.step.given, counts, strict=True) for _ in range(count)]
+            pairs = zip(staged.inputs, given, strict=True)
+            staged = replace(staged, given={key: spec for key, spec in pairs if spec is not None})
+        return in_groups(staged)
