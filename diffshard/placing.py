@@ -18,8 +18,7 @@ from diffshard.pipelines.slowest_stage import least_sum_and_slowest
 from diffshard.pipelines.stage_programme import Submesh
 from diffshard.plans.certificate import Certified, History, check_certificate
 from diffshard.plans.documents import PLACEMENT, RecordFile, Saved
-from diffshard.plans.formats import format_bytes, format_count, format_s
-from diffshard.plans.text_table import format_table
+from diffshard.plans.formats import format_bytes, format_count, format_s, format_table
 from diffshard.solving.presolve.base import identity
 from diffshard.solving.presolve.pipeline import presolve
 from diffshard.solving.solve import solve

@@ -31,11 +31,9 @@ from diffshard.experts.arguments import (
     checked_works,
 )
 from diffshard.experts.assignment import LEVELLING, assign_experts
-from diffshard.experts.bounds import lower_bounds_s
-from diffshard.experts.candidates import candidate_groups, equal_runs, nearest_order
-from diffshard.experts.merging import Division, divisions_by_merging
+from diffshard.experts.candidates import candidate_groups, equal_runs, lower_bounds_s, nearest_order
+from diffshard.experts.divisions import MOST_WORKERS, Division, best_division, divisions_by_merging
 from diffshard.experts.plans import GroupPlan, status_of
-from diffshard.experts.subsets import MOST_WORKERS, best_division
 from diffshard.outer_search import Candidate, Outcome, OuterSearch
 from diffshard.solving.solve import solve
 from search_spaces.expert_groups import ExpertGroupSpace
