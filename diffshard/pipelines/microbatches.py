@@ -16,6 +16,7 @@ from diffshard.sharding_search.lost_changes import in_words, lost_changes, warn_
 from search_spaces.pipelines.batch_flow import batch_flow
 from search_spaces.pipelines.batch_states import DivisionError
 from search_spaces.pipelines.microbatches import MicrobatchedFunction
+from search_spaces.pipelines.own_rows import with_own_rows
 from search_spaces.sharding.rules import rules_of
 from search_spaces.sharding.tracing import build_graph, feedback_of
 
@@ -179,7 +180,7 @@ def traced_call(
 
     jaxpr = jax.make_jaxpr(from_arrays)(*map(abstract_array, arrays))
     result, feedback = results[-1]
-    return TracedCall(name, without_dead_code(jaxpr), arrays, paths, of_batch, result, feedback)
+    return TracedCall(name, without_dead_code(with_own_rows(jaxpr)), arrays, paths, of_batch, result, feedback)
 
 
 def divided_call(

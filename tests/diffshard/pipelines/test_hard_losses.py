@@ -1,0 +1,57 @@
+"""Steps that pipelines once refused: attention of cuDNN, rows that examples read by their own numbers, short limits."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import diffshard
+from tests.diffshard.pipelines.small_pipeline import check_close
+from tests.diffshard.pipelines.test_given_options import search
+
+
+def gradient_step(loss_of):
+    def step(params, batch):
+        loss, gradients = jax.value_and_grad(loss_of)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
+
+    return step
+
+
+def normal(*shape, dtype="float32"):
+    return (0.2 * jax.random.normal(jax.random.key(sum(shape)), shape)).astype(dtype)
+
+
+def test_attention_of_cudnn_is_planned_and_says_where_it_runs():
+    def loss(params, x):
+        q, k = ((x @ params[name]).reshape(*x.shape[:2], 2, 64) for name in ("q", "k"))
+        attended = jax.nn.dot_product_attention(q, k, k, is_causal=True, implementation="cudnn")
+        return (attended.astype(jnp.float32) ** 2).mean()
+
+    args = {name: normal(128, 128, dtype="bfloat16") for name in ("q", "k")}, normal(8, 64, 128, dtype="bfloat16")
+    step = search(gradient_step(loss), devices=1)
+    assert step.plan(*args).step_s > 0
+    with pytest.raises(diffshard.StageError, match="cuDNN's attention can be planned anywhere, and runs on GPUs only"):
+        step(*args)
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_rows_that_examples_read_by_their_own_numbers_are_divided(is_jitted):
+    def loss(params, batch):
+        x, labels = batch
+        logp = jax.nn.log_softmax(jnp.tanh(x @ params["a"]) @ params["b"])
+        return -logp[jnp.arange(len(labels)), labels].mean()
+
+    args = {"a": normal(16, 32), "b": normal(32, 10)}, (normal(32, 16), jnp.arange(32) * 7 % 10)
+    step = gradient_step(jax.jit(loss) if is_jitted else loss)
+    expected = jax.jit(step)(*args)
+    check_close(search(step, devices=2)(*args), expected)
+    check_close(jax.jit(diffshard.in_microbatches(step, 4))(*args), expected)
+
+
+def test_rows_in_another_order_are_still_refused():
+    def loss(params, batch):
+        x, labels = batch
+        return (x @ params)[jnp.arange(32)[::-1], labels].mean()
+
+    with pytest.raises(ValueError, match=r"gather .* mixes the examples of a batch"):
+        search(gradient_step(loss)).plan(normal(16, 4), (normal(32, 16), jnp.arange(32) % 4))
