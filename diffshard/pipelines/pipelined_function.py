@@ -69,6 +69,7 @@ class PipelinedFunction(Generic[PlanT]):
 
         Raises:
           InfeasibleError: no pipeline fits the memory.
+          TimeoutError: the time limit ended the search before anything was found, and something may fit.
           TypeError: it is called under `jax.jit` or another transformation of JAX.
           ValueError: no number of micro-batches divides the batch, or the step cannot be cut; names the operation.
         """

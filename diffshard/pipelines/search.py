@@ -35,7 +35,7 @@ from diffshard.pipelines.given_pipeline import (
     layouts_of,
     with_decisions,
 )
-from diffshard.pipelines.least_memory import nothing_fits
+from diffshard.pipelines.least_memory import nothing_found
 from diffshard.pipelines.options import PipelineOptions, donated_arrays, given_arrays, mesh_shape
 from diffshard.pipelines.planned_pipeline import FoundPipeline, GivenLayouts, planned_pipeline, with_bound
 from diffshard.pipelines.plans.base import PipelinePlanData
@@ -79,6 +79,7 @@ def find_pipeline(
     Raises:
       ValueError: no number of micro-batches divides the batch, or the step cannot be cut.
       InfeasibleError: no pipeline fits the memory.
+      TimeoutError: the time limit ended the search before anything was found, and something may fit.
       ProcessesError: the processes have traced different steps.
     """
     course = Course(line, options.time_limit_s)
@@ -216,6 +217,7 @@ def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], course: Co
 
     Raises:
       InfeasibleError: no pipeline fits the memory.
+      TimeoutError: the time limit ended the search before anything was found, and something may fit.
     """
     searches, refused = _with_groups(searches)
     in_order = sorted(searches, key=lambda search: search.num_groups)
@@ -243,7 +245,7 @@ def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], course: Co
     outer = OuterSearch[_Simulated](course.deadline, last_share=SEARCH_SHARE)
     outer.run(candidate(number, *choice) for number, choice in enumerate(choices, 1))
     if not simulated:
-        raise InfeasibleError(nothing_fits(options, searches, course.is_search_over))
+        raise nothing_found(options, searches, course.is_search_over)
     num_tried = sum(one.status != "not tried" for one in outer.tried)
     if num_tried < len(choices):
         refused = (
