@@ -219,7 +219,9 @@ def _why_not_divided(call: TracedCall, count_name: str, error: DivisionError) ->
     return (
         f"{call.name} cannot be a pipeline, which computes micro-batches one after the other: {error} Search without "
         "`pipeline`, which shards such steps, or compute each example without the others, up to sums of losses and "
-        "gradients: with layer normalisation, say, or a loss without comparisons between examples."
+        "gradients: with layer normalisation, say, or a loss without comparisons between examples. A product of means, "
+        "as in the balancing loss of a mixture of experts, may be one of means over groups of examples: give the batch "
+        "as `[groups, examples, ...]`, and each group counts as one example."
     )
 
 

@@ -67,3 +67,20 @@ def test_a_search_that_has_no_time_says_so_and_not_that_nothing_fits(monkeypatch
         search(gradient_step(loss), time_limit_s=1e-6).plan(*args)
     with pytest.raises(diffshard.InfeasibleError, match="No pipeline of step"):
         search(gradient_step(loss), time_limit_s=1e-6, memory_limit_bytes=100.0).plan(*args)
+
+
+def switch_loss(params, x):
+    """The loss of a mixture with a balancing term, whose means are over the second dimension."""
+    chances = jax.nn.softmax(x @ params["router"])
+    chosen = jax.nn.one_hot(jnp.argmax(chances, -1), 4).mean(1)
+    hidden = jnp.tanh(x @ params["up"]) @ params["down"]
+    return (hidden**2).mean() + 0.1 * 4 * (chosen * chances.mean(1)).sum(-1).mean()
+
+
+def test_a_balancing_loss_over_groups_is_divided_and_one_over_the_batch_says_how():
+    params = {"router": normal(16, 4), "up": normal(16, 32), "down": normal(32, 16)}
+    args = params, normal(8, 4, 16)
+    check_close(search(gradient_step(switch_loss))(*args), jax.jit(gradient_step(switch_loss))(*args))
+    over_batch = gradient_step(lambda params, x: switch_loss(params, x[None]))
+    with pytest.raises(ValueError, match=r"give the batch as `\[groups, examples, ...\]`"):
+        search(over_batch).plan(params, normal(32, 16))
