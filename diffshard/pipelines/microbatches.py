@@ -184,16 +184,23 @@ def traced_call(
 
 
 def divided_call(
-    call: TracedCall, count: int, count_name: str = "num_microbatches", num_groups: int = 1
+    call: TracedCall,
+    count: int,
+    count_name: str = "num_microbatches",
+    num_groups: int = 1,
+    *,
+    estimates_sums: bool = False,
 ) -> MicrobatchedFunction:
     """Finds how a traced function runs in micro-batches, which are those of some groups one after the other.
+
+    With `estimates_sums` gradients may read sums over the batch as each micro-batch estimates them.
 
     Raises:
       ValueError: an operation mixes the examples of the batch; names it.
     """
     graph = build_graph(call.program, [None] * len(call.program.jaxpr.outvars), call.paths)
     try:
-        flow = batch_flow(graph, rules_of(graph), call.batch, count)
+        flow = batch_flow(graph, rules_of(graph), call.batch, count, estimates_sums=estimates_sums)
     except DivisionError as error:
         raise ValueError(_why_not_divided(call, count_name, error)) from None
     return MicrobatchedFunction(graph, flow, count, num_groups)
@@ -221,7 +228,8 @@ def _why_not_divided(call: TracedCall, count_name: str, error: DivisionError) ->
         "`pipeline`, which shards such steps, or compute each example without the others, up to sums of losses and "
         "gradients: with layer normalisation, say, or a loss without comparisons between examples. A product of means, "
         "as in the balancing loss of a mixture of experts, may be one of means over groups of examples: give the batch "
-        "as `[groups, examples, ...]`, and each group counts as one example."
+        "as `[groups, examples, ...]`, and each group counts as one example. Or let each micro-batch have a product of "
+        'its own means, `Pipeline(batch_means="each_microbatch")`.'
     )
 
 

@@ -112,7 +112,17 @@ def find_pipeline(
     left_out = sorted({*options.pipeline.microbatch_counts} - {step.num_microbatches for step in searches})
     if left_out:
         found = _with_note(found, f"Numbers of micro-batches that the batch cannot be divided into: {left_out}.")
-    whole = replace(found.plan, question=question, facts=planned_facts(steps[0]), roles=options.roles)
+    if places := steps[0].means_of_microbatches:
+        found = _with_note(
+            found, f"Gradients have means of their micro-batch, not of the whole batch, at {', '.join(places)}."
+        )
+    whole = replace(
+        found.plan,
+        question=question,
+        facts=planned_facts(steps[0]),
+        roles=options.roles,
+        batch_means=options.pipeline.batch_means,
+    )
     whole = processes.shared(what, lambda: whole, kind=PipelinePlanData)
     if not course.is_interrupted:  # an interrupted search might have found better stages
         store.keep(whole)
@@ -321,7 +331,7 @@ def _steps(options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, A
     pipeline, steps, errors, given = options.pipeline, [], [], given_arrays(options, args, kwargs)
     for count, num_groups in itertools.product(pipeline.microbatch_counts, _group_counts(options)):
         try:
-            step = uncut_step(options.fn, count * num_groups, pipeline.batch, args, kwargs, num_groups)
+            step = _uncut_step(options, count, num_groups, args, kwargs)
             steps.append(replace(step, given=given))
         except ValueError as error:
             errors.append(error)
@@ -332,6 +342,15 @@ def _steps(options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, A
     if not steps:
         raise errors[0]
     return steps
+
+
+def _uncut_step(
+    options: PipelineOptions, count: int, num_groups: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> UncutStep:
+    pipeline = options.pipeline
+    return uncut_step(
+        options.fn, count * num_groups, pipeline.batch, args, kwargs, num_groups, batch_means=pipeline.batch_means
+    )
 
 
 def _group_counts(options: PipelineOptions) -> list[int]:

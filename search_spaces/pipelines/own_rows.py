@@ -123,16 +123,16 @@ class _Level:
     ) -> Callable[[Sequence[Any]], Sequence[Any]] | None:
         numbers, (operand, indices) = equation.params["dimension_numbers"], equation.invars[:2]
         maker = self._makers.get(indices) if isinstance(indices, core.Var) else None
-        batch_shape = indices.aval.shape[:-1]
+        batch_shape = _shape(indices)[:-1]
         if maker is None or maker.primitive.name != "concatenate" or maker.params["dimension"] != len(batch_shape):
             return None
         columns, index_map = maker.invars, getattr(numbers, names.index_map)
-        if any(column.aval.shape[-1] != 1 for column in columns) or len(columns) != len(index_map):
+        if any(_shape(column)[-1] != 1 for column in columns) or len(columns) != len(index_map):
             return None
         own: dict[int, int] = {}  # of the operand's dimensions, that of the indices over which rows have own numbers
         taken = set(getattr(numbers, names.of_indices))
         for dim, column in zip(index_map, columns, strict=True):
-            along = self._own_numbers(column, operand.aval.shape[dim])
+            along = self._own_numbers(column, _shape(operand)[dim])
             if along is not None and along not in taken and dim in getattr(numbers, names.one_wide):
                 own[dim] = along
                 taken.add(along)
@@ -162,7 +162,7 @@ class _Level:
 
     def _own_numbers(self, column: Any, count: int) -> int | None:
         """Returns the dimension along which a column of indices is 0, 1, ... below `count`; None if there is none."""
-        shape = column.aval.shape[:-1]
+        shape = _shape(column)[:-1]
         if count not in shape or (found := self._value(column)) is None:
             return None
         values = np.asarray(found)[..., 0]
@@ -181,7 +181,7 @@ class _Level:
         if variable not in self._known:
             self._known[variable] = None
             equation = self._makers.get(variable)
-            if equation is not None and prod(variable.aval.shape) <= _MOST_ELEMENTS and not equation.effects:
+            if equation is not None and prod(_shape(variable)) <= _MOST_ELEMENTS and not equation.effects:
                 operands = [self._value(v) for v in equation.invars]
                 if all(operand is not None for operand in operands):
                     with jax.ensure_compile_time_eval():
@@ -198,3 +198,7 @@ def _inner_change(equation: core.JaxprEqn) -> Callable[[Sequence[Any]], Sequence
     if changed is closed or (not is_closed and changed.consts):
         return None
     return partial(bind, equation, jaxpr=changed if is_closed else changed.jaxpr)
+
+
+def _shape(variable: Any) -> tuple[int, ...]:
+    return tuple(variable.aval.shape)

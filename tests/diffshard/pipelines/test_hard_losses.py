@@ -1,12 +1,15 @@
 """Steps that pipelines once refused: attention of cuDNN, rows that examples read by their own numbers, short limits."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import diffshard
 from tests.diffshard.pipelines.small_pipeline import check_close
-from tests.diffshard.pipelines.test_given_options import search
+from tests.diffshard.pipelines.test_given_options import PIPELINE, search
+from tests.diffshard.pipelines.test_pipelined_function import leave
 
 
 def gradient_step(loss_of):
@@ -84,3 +87,43 @@ def test_a_balancing_loss_over_groups_is_divided_and_one_over_the_batch_says_how
     over_batch = gradient_step(lambda params, x: switch_loss(params, x[None]))
     with pytest.raises(ValueError, match=r"give the batch as `\[groups, examples, ...\]`"):
         search(over_batch).plan(params, normal(32, 16))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_gradients_may_have_means_of_their_own_microbatch(num_stages, monkeypatch):
+    params, x = {"router": normal(16, 4), "up": normal(16, 32), "down": normal(32, 16)}, normal(32, 16)
+
+    def loss(params, x):
+        return switch_loss(params, x[None])
+
+    leave(monkeypatch, 1, num_stages)
+
+    def mean_of_microbatches(params, x):
+        return jnp.mean(jnp.stack([loss(params, x[m::4]) for m in range(4)]))
+
+    pipeline = dataclasses.replace(PIPELINE, batch_means="each_microbatch", max_stages=2)
+    step = search(gradient_step(loss), pipeline, devices=2)
+    plan = step.plan(params, x)
+    assert len(plan.stages) == num_stages
+    assert any("Gradients have means of their micro-batch" in note and "loss" in note for note in plan.notes)
+    new_params, value = step(params, x)
+    check_close(value, loss(params, x))  # that of the whole batch
+    expected, _ = gradient_step(mean_of_microbatches)(params, x)
+    check_close(new_params, expected)
+    of_batch, _ = gradient_step(loss)(params, x)
+    assert float(jnp.abs(new_params["router"] - of_batch["router"]).max()) > 1e-5  # there is a difference to find
+    check_close(plan.apply(gradient_step(loss), step.options.cluster)(params, x), (expected, value))
+    with pytest.raises(ValueError, match=r'`check` "numbers" cannot be given together with `Pipeline\(batch_means'):
+        search(gradient_step(loss), pipeline, check="numbers").plan(params, x)
+
+
+def test_what_examples_themselves_read_of_the_batch_stays_refused():
+    def loss(params, x):
+        hidden = x @ params
+        return ((hidden - hidden.mean(0)) ** 2).mean()  # as batch normalisation
+
+    pipeline = dataclasses.replace(PIPELINE, batch_means="each_microbatch")
+    with pytest.raises(ValueError, match="needs a result of the whole batch before"):
+        search(gradient_step(loss), pipeline).plan(normal(16, 4), normal(32, 16))
+    with pytest.raises(ValueError, match=r"`Pipeline.batch_means` must be one of"):
+        dataclasses.replace(PIPELINE, batch_means="none")
