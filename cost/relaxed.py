@@ -6,16 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cost.base import Problem, is_forbidden, num_strategies
+from cost.base import Problem, is_forbidden, load_groups, num_strategies
 
 
 def relaxed_cost(problem: Problem, relaxed: Sequence[jax.Array] | jax.Array) -> jax.Array:
     """Computes J(p), the cost of weights, differentiable in them: exact for a choice, a lower estimate elsewhere.
 
-    J(p) = Σ_v ⟨c_v, p_v⟩ + Σ_e ⟨T_e, p_u p_vᵀ⟩ + max_d Σ_v ⟨p_v, L_v[:, d]⟩
+    J(p) = Σ_v ⟨c_v, p_v⟩ + Σ_e ⟨T_e, p_u p_vᵀ⟩ + Σ_g max_(r in g) load_r(p)
+
+    with load_r(p) = Σ_v ⟨L_v[:, r], p_v⟩ + Σ_e ⟨L_e[..., r], p_u p_vᵀ⟩.
 
     Args:
-      problem: its memory limit is a constraint, not a part of J.
+      problem: its limits are constraints, not a part of J.
       relaxed: the relaxed choice, V arrays `[S_v]` on the simplex, or their concatenation `[ΣS_v]`.
 
     Returns:
@@ -27,12 +29,21 @@ def relaxed_cost(problem: Problem, relaxed: Sequence[jax.Array] | jax.Array) -> 
             f"`relaxed` must have one weight for each strategy, {num_strategies(problem).sum()} in all, "
             f"got {flat.shape}."
         )
-    source, target, entries = _flat_edges(problem)
-    total = _expected_cost(np.concatenate([np.asarray(c, float) for c in problem.node_cost]), flat)
+    source, target = _pairs(problem)
+    entries = _concatenated([np.ravel(matrix) for matrix in problem.edge_cost])
+    total = _expected_cost(_concatenated(problem.node_cost), flat)
     total = total + _expected_cost(entries, flat[source] * flat[target])
-    if len(problem.load):
-        total = total + jnp.max(flat @ jnp.asarray(np.concatenate([np.asarray(row, float) for row in problem.load])))
-    return total
+    if not len(problem.load):
+        return total
+    loads = flat @ jnp.asarray(_concatenated(problem.load))
+    if len(problem.edge_load):
+        tables = _concatenated([np.reshape(table, (-1, np.shape(table)[2])) for table in problem.edge_load])
+        loads = loads + (flat[source] * flat[target]) @ jnp.asarray(tables)
+    return total + sum(jnp.max(loads[group]) for group in load_groups(problem))
+
+
+def _concatenated(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.asarray(array, float) for array in arrays]) if len(arrays) else np.zeros(0)
 
 
 def _expected_cost(costs: np.ndarray, weights: jax.Array) -> jax.Array:
@@ -41,14 +52,13 @@ def _expected_cost(costs: np.ndarray, weights: jax.Array) -> jax.Array:
     return total if is_allowed.all() else jnp.where(jnp.any(weights[~is_allowed] > 0), jnp.inf, total)
 
 
-def _flat_edges(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns every transfer matrix entry's two positions in the concatenated weights, and its cost."""
+def _pairs(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the two positions in the concatenated weights of every transfer matrix's entries."""
     sizes = num_strategies(problem)
     starts = (np.cumsum(sizes) - sizes).tolist()
-    source, target, entries = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0)]
+    source, target = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for (u, v), cost in zip(np.asarray(problem.edge_nodes).reshape(-1, 2).tolist(), problem.edge_cost, strict=True):
         rows, columns = np.indices(np.shape(cost))
         source.append(starts[u] + rows.ravel())
         target.append(starts[v] + columns.ravel())
-        entries.append(np.asarray(cost, float).ravel())
-    return np.concatenate(source), np.concatenate(target), np.concatenate(entries)
+    return np.concatenate(source), np.concatenate(target)

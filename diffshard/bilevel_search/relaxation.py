@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cost.base import Evaluation, Problem, is_forbidden, num_memory_devices, num_strategies
+from cost.base import Evaluation, Problem, is_forbidden, num_strategies
 from cost.evaluation import Evaluator, evaluate
 from cost.relaxed import relaxed_cost
 from diffshard.bilevel_search.base import LossPrediction
@@ -30,8 +30,6 @@ _LEAST_MARGINAL = 1e-4
 """Weight that every strategy starts with at least, so that a gradient can still raise it."""
 SOLVER_S = 20.0
 """Seconds for each call of the solver; problems of bilevel searches have tens of nodes and take less than one."""
-_BUDGET_UNITS = 1e6
-"""The allowed increase as a memory limit, in bytes: far above rounding errors, far below what a float can hold."""
 
 
 def softmax_choice(problem: Problem, logits: PerStrategy) -> RelaxedChoice:
@@ -220,20 +218,12 @@ def cheapest_within(problem: Problem, prediction: LossPrediction, limit: float) 
     budget = limit - prediction.increase(least_choice)
     if budget <= 0:
         return least_choice
-    increases = [
-        np.maximum(row - row[s], 0.0) / budget * _BUDGET_UNITS for row, s in zip(slopes, least_choice, strict=True)
-    ]
-    memory_limit, usages = _finite_memory(problem)
+    increases = [np.maximum(row - row[s], 0.0)[:, None] for row, s in zip(slopes, least_choice, strict=True)]
     bounded_problem = problem._replace(
-        usage_node=np.concatenate([np.asarray(problem.usage_node, np.int64), np.arange(len(slopes))]),
-        usage=[
-            *(np.pad(u, ((0, 0), (0, 1))) for u in usages),
-            *(np.pad(u[:, None], ((0, 0), (memory_limit.size, 0))) for u in increases),
-        ],
-        usage_interval=np.concatenate(
-            [np.asarray(problem.usage_interval, np.int64).reshape(-1, 2), np.tile([0, 1], (len(slopes), 1))]
-        ),
-        memory_limit=np.append(memory_limit, _BUDGET_UNITS),
+        amount=[*map(np.column_stack, zip(problem.amount, increases, strict=True))]
+        if len(problem.amount)
+        else increases,
+        amount_limit=np.append(problem.amount_limit, budget),
     )
     return cheapest_choice(bounded_problem)
 
@@ -250,12 +240,3 @@ def cheapest_at_price(problem: Problem, prediction: LossPrediction, seconds_per_
 def cheapest_choice(problem: Problem) -> Choice:
     """Returns the solver's choice."""
     return tuple(int(s) for s in solve(problem, time_limit_s=SOLVER_S).choice)
-
-
-def _finite_memory(problem: Problem) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Returns limits `[D]` of the devices that have one, and the usages `[S_v, D]` there."""
-    devices = num_memory_devices(problem)
-    limit = np.broadcast_to(np.asarray(problem.memory_limit, float), (devices,))
-    usages = [np.asarray(usage, float).reshape(len(usage), -1) for usage in problem.usage]
-    usages = [np.broadcast_to(usage, (len(usage), devices))[:, np.isfinite(limit)] for usage in usages]
-    return limit[np.isfinite(limit)], usages
