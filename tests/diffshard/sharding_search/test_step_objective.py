@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import diffshard
+from cost.evaluation import evaluate
 from cost.quantities import amounts_of, with_weights
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.step_objective import (
@@ -112,5 +113,7 @@ def test_the_seconds_of_amounts_are_those_of_the_prediction(seed):
     relaxed = {name: jnp.asarray(amount) for name, amount in amounts.items()}
     assert float(seconds_of(relaxed)) == pytest.approx(step_s(prediction), rel=1e-5)
     link_s = {axis: sum(t.link_s for t in prediction.transfers if t.axis == axis) for axis in ("x", "y")}
+    preference = evaluate(space.preference_problem, choice).cost
+    assert evaluate(space.step_problem, choice).cost == pytest.approx(step_s(prediction) + preference, rel=1e-9)
     sent_s = amounts["held_s"] + amounts["beside_s"]
     assert dict(zip(("x", "y"), sent_s.tolist(), strict=True)) == pytest.approx(link_s)
