@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffshard.base import OPTIMAL_GAP, Solution
+from diffshard.solving.form import has_few_pairs
 from diffshard.solving.objectives.largest_loads import split_loads
 from diffshard.solving.objectives.minimise import SolveLinear, minimise
 from diffshard.solving.objectives.objective import Affine, Objective, PricedObjective
@@ -129,6 +130,9 @@ def best_step(
     prediction = space.predict(first.choice)
     if cost is None and not is_bound_by_links(prediction):
         return first
+    is_stopped = first.status == "interrupted"
+    if cost is None and has_few_pairs(space.step_problem) and not is_stopped:
+        return solve(space.step_problem, np.asarray(first.choice, np.int64), STEP_GAP)
     if cost is None:
         problem, objective = split_loads(space.step_problem)
         bound, history = first.lower_bound, first.history
@@ -140,7 +144,6 @@ def best_step(
         problem = space.preference_problem
         problem = problem._replace(node_cost=[unit * c for c in problem.node_cost])
         bound, bounded, history = -math.inf, None, ()
-    is_stopped = first.status == "interrupted"
     found = minimise(
         problem._replace(memory_limit=memory_limit_bytes),
         objective,

@@ -25,7 +25,7 @@ from cost.validation import validate
 from diffshard.base import OPTIMAL_GAP, Progress, Solution, Solver
 from diffshard.deadline import Deadline
 from diffshard.solving import solvers
-from diffshard.solving.form import is_node_form, node_form, num_pairs
+from diffshard.solving.form import has_few_pairs, is_node_form, node_form
 from diffshard.solving.loop import run_solver
 from diffshard.solving.objectives.largest_loads import split_loads
 from diffshard.solving.objectives.minimise import TANGENT_SHARE, minimise
@@ -41,9 +41,6 @@ _FIRST_GAP, _FIRST_SHARE = 1e-3, 0.5
 """The first tangent's relative gap, and its share of the time: nothing is feasible before it is solved."""
 _NUM_RANDOM = 64
 """Choices whose tangents make the first one."""
-_MOST_PAIRS = 4096
-"""Pairs of strategies up to which edges that add to loads become nodes. Beyond, the largest loads are an objective:
-presolve shrinks its tangents, but not pairs. Chosen by hand."""
 
 
 def solve(
@@ -99,7 +96,7 @@ def solve(
     key = key if isinstance(key, jax.Array) else jax.random.key(int(key or 0))
     if not is_node_form(problem):
         validate(problem)
-        if len(problem.edge_load) and num_pairs(problem) > _MOST_PAIRS:
+        if len(problem.edge_load) and not has_few_pairs(problem):
             problem, objective = split_loads(problem, objective)
     options: dict[str, Any] = {"solver": solver, "key": key, "reduce": reduce, "alike": alike, "stop_gap": stop_gap}
     if objective is not None:

@@ -62,7 +62,9 @@ def step_problem(preference: Problem, quantities: Quantities) -> Problem:
     counted = {COMPUTE: 1.0, HELD: 1.0, BESIDE: 0.0, WAITED: 0.0, MEMORY: 0.0}
     weights = {name: np.full(quantity.shape, counted[name]) for name, quantity in quantities.items()}
     compute, beside, waited = (quantities[name] for name in (COMPUTE, BESIDE, WAITED))
-    assert isinstance(compute, Quantity) and isinstance(beside, Quantity) and isinstance(waited, Quantity)
+    assert isinstance(compute, Quantity)
+    assert isinstance(beside, Quantity)
+    assert isinstance(waited, Quantity)
     zeros = [np.zeros(1)] * len(beside.edge)
     return with_weights(preference, quantities, weights)._replace(
         load=_waits(compute.node, beside.node, waited.node), edge_load=_waits(zeros, beside.edge, waited.edge)

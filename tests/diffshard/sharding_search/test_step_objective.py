@@ -65,9 +65,9 @@ def test_progress_ends_with_the_gap_of_the_step_and_not_of_the_last_problem():
     told = []
     plan = planned_on_slow_links(2048, progress=lambda *entry: told.append(entry))
     _, cost_s, bound_s = told[-1]
-    assert plan.gap > 0.05  # tangents are solved nearly to optimality; what is left comes from choices being whole
+    assert plan.gap < 2e-3  # pairs of strategies are few here, so that branches close what tangents leave: 14%
     assert cost_s == pytest.approx(plan.step_s, rel=1e-3)
-    assert (cost_s - bound_s) / cost_s == pytest.approx(plan.gap, rel=1e-2)
+    assert (cost_s - bound_s) / cost_s == pytest.approx(plan.gap, abs=1e-4)
 
 
 def test_a_step_that_is_bound_by_links_takes_less_than_by_the_best_of_five_weights():
