@@ -8,8 +8,7 @@ for them at the hardware's share, a step takes
     T = C + H + max(W, B - C)
 
 seconds. That is no sum: W and B - C are loads of which the larger counts (`ShardingSpace.step_problem`). A user's
-objective may be any function of what is linear in the choice. `diffshard.solving.objectives` finds choices for both, with
-bounds.
+objective may be any function of what is linear in the choice. `diffshard.solving` finds choices for both, with bounds.
 """
 
 import math

@@ -16,9 +16,9 @@ from cost.evaluation import checked_choice, evaluate
 from diffshard.base import Solution
 
 _MOST_PAIRS = 4096
-"""Pairs of strategies up to which edges that add to loads become nodes, whose dual is branched: steps of 261 pairs that
-links bound are solved to the optimum in 3 s, where tangents leave 14 and 20% in 3 to 7 s. But presolve shrinks pairs less
-than tangents: those of a step on three axes, 119,035 of them, took minutes before the first sweep."""
+"""Pairs of strategies up to which edges that add to loads become nodes, whose dual is branched. Steps of 261 pairs that
+links bound are solved to the optimum in 3 s, where tangents leave 14 and 20% in 3 to 7 s. But presolve shrinks pairs
+less than tangents: those of a step on three axes, 119,035 of them, took minutes before the first sweep."""
 
 
 class NodeForm(NamedTuple):
