@@ -11,7 +11,7 @@ persistent cache a second run of the same shapes reads the program.
 import argparse
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -210,7 +210,7 @@ def _compiled(
     return step.lower(*arguments, state, scalar, scalar).compile(), state, cold.lower(*arguments).compile()
 
 
-def problems(instances: Sequence[str], layers: Sequence[int]) -> dict[str, Callable[[], Problem]]:
+def problems(instances: Sequence[str], layers: Sequence[int]) -> Mapping[str, Callable[[], Problem]]:
     """Returns contest instances and generated layers, by name."""
     of_contest = {name: functools.partial(contest.read, INSTANCES / f"{name}.json.gz") for name in instances}
     generated = {f"{40 * n} layered nodes": functools.partial(layered_problem, 0, n, binding=0.7) for n in layers}

@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -43,7 +44,7 @@ def formula(problem: Problem, choice: tuple[int, ...]) -> float:
     pairs = [(int(u), int(v)) for u, v in problem.edge_nodes]
     cost = sum(row[s] for row, s in zip(problem.node_cost, choice, strict=True))
     cost += sum(matrix[choice[u], choice[v]] for (u, v), matrix in zip(pairs, problem.edge_cost, strict=True))
-    loads = sum(load[s] for load, s in zip(problem.load, choice, strict=True))
+    loads = np.sum([load[s] for load, s in zip(problem.load, choice, strict=True)], axis=0)
     loads = loads + sum(t[choice[u], choice[v]] for (u, v), t in zip(pairs, problem.edge_load, strict=False))
     for group in np.unique(problem.load_group):
         cost += max(load for load, g in zip(loads, problem.load_group, strict=True) if g == group)
@@ -81,7 +82,7 @@ def test_prices_are_those_of_the_formula(seed, negative):
 
 
 def _one_hot(problem, choice):
-    return [np.eye(len(cost), dtype=np.float32)[s] for cost, s in zip(problem.node_cost, choice, strict=True)]
+    return [jnp.eye(len(cost))[s] for cost, s in zip(problem.node_cost, choice, strict=True)]
 
 
 @pytest.mark.parametrize("negative", [False, True])
