@@ -3,8 +3,8 @@
     python -m experiments.engines [--tasks 10] [--devices 4 8] [--time-limit 2]
 
 A step of a recommendation model takes the longest lookups of a device and the longest rest of a device: two groups of
-loads. The engine of `diffshard.shard_tables` anneals chains of placements and has bounds of its own. The shared solver
-gets the problem as it is, once for a time limit and once with the descents alone that level loads.
+loads. The engine of `diffshard.tables.shard_tables` anneals chains of placements and has bounds of its own. The shared
+solver gets the problem as it is, once for a time limit and once with the descents alone that level loads.
 """
 
 import argparse
@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from diffshard.base import Solution
-from diffshard.embedding_tables.solving import solve_space
-from diffshard.expert_groups.assignment import LEVELLING
+from diffshard.experts.assignment import LEVELLING
 from diffshard.solving.solve import solve
+from diffshard.tables.solving import solve_space
 from experiments.embedding_tables.tasks import generated, mlperf
 from experiments.tables import print_table
 from search_spaces.embedding_tables.space import EmbeddingTableSpace
