@@ -107,6 +107,8 @@ def check_link(name: str, link: Any) -> None:
 
 MOST_AXES = 3
 """Axes of a shape, at most: with a fourth one listing strategies alone can take a minute."""
+LEVELS = ("hosts", "local", "mixed")
+"""What axes are called by the levels of the hosts that they lead over; see `distinct_shapes`."""
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 

@@ -114,6 +114,10 @@ class BatchFlow:
       runs: of an operation, by index, the run of its first array that is split; of other vertices that of all.
       operand_runs: the run of each split operand, by the index of its vertex and its position.
       later: the ids of values that depend on finished sums.
+      estimated: the indices of operations on finished sums that run in each micro-batch as well, on its estimates of
+        these sums, because gradients of its examples read what they make.
+      estimates: of an operation of micro-batches, by index, the positions of operands that are sums of the whole batch,
+        for which it reads estimates: the micro-batch's own sum times the number of micro-batches.
       early: the indices of operations that run on the whole batch before all micro-batches: sums of the batch itself,
         such as the number of words that a mask keeps, and what leads to them.
     """
@@ -125,6 +129,8 @@ class BatchFlow:
     operand_runs: dict[tuple[int, int], int] = field(default_factory=dict)
     later: set[int] = field(default_factory=set)
     early: set[int] = field(default_factory=set)
+    estimated: set[int] = field(default_factory=set)
+    estimates: dict[int, set[int]] = field(default_factory=dict)
 
     def run_in_parts(self, vertex: Vertex, rule: Rule, strategy: ShardingStrategy, run: int) -> None:
         """Runs an operation with a strategy that splits a factor of which each example has `run` neighbours."""
