@@ -199,8 +199,12 @@ def test_missing_room_says_how_many_experts():
         ({"key": 0.5}, "`key` must be"),
         ({"time_limit_s": -1}, "`time_limit_s` must be"),
         ({"progress": 3}, "`progress` must be a function .* not 3"),
+        (
+            {"time_limit": 3},
+            "`time_limit` is no argument; those for the solver are solver, time_limit_s, key, progress",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(changed, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         call(**changed)
