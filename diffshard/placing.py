@@ -6,7 +6,7 @@ Pipelines are divided by the programme that divides functions into stages, with 
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -132,12 +132,11 @@ def place(
         layer_bytes=layer_bytes,
         memory_limit_bytes=memory_limit_bytes,
     )
-    reduce = presolve
-    if options.get("solver") is None:
-        options["solver"] = "gradient"
-        if num_microbatches is not None:
-            options["solver"], reduce = _programme(space, num_microbatches), identity
-    solution = solve(space.problem, **options, reduce=reduce)
+    solver, reduce = options.get("solver"), presolve
+    if solver is None and num_microbatches is not None:
+        solver, reduce = _programme(space, num_microbatches), identity
+    own: Any = {**options, "solver": "gradient" if solver is None else solver}
+    solution = solve(space.problem, **own, reduce=reduce)
     placement = space.decode(solution.choice)
     return Placement(
         assignment=tuple(map(int, placement.assignment)),

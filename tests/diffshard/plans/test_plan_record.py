@@ -30,15 +30,11 @@ def test_a_difference_names_each_value_that_is_another_one():
 
 
 def test_a_long_difference_is_cut():
-    one, two = (diffshard.pipelines.place([1.0] * 60, [[0.0, n], [n, 0.0]]) for n in (1.0, 100.0))
+    one = diffshard.pipelines.place([1.0] * 60, [[0.0, 1.0], [1.0, 0.0]])
     moved = dataclasses.replace(one, assignment=tuple(1 - device for device in one.assignment))
     lines = one.diff(moved).splitlines()
-    assert (lines[0], lines[-1]) == (
-        f"assignment[0]: {one.assignment[0]} → {moved.assignment[0]}",
-        "and 20 more values",
-    )
-    assert len(lines) == 41
-    assert "transfer_s: " in one.diff(two) or one.assignment == two.assignment
+    assert lines[0] == f"assignment[0]: {one.assignment[0]} → {moved.assignment[0]}"
+    assert lines[40:] == ["and 20 more values"]
 
 
 def test_plans_of_two_kinds_are_not_compared():
