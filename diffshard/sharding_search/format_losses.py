@@ -101,10 +101,10 @@ class MeasuredLosses:
         if self._runs:
             if not self._exact_losses:
                 self._exact_losses = [self._finite(run, frozenset()) for run in self._runs]
-            losses = [self._run({}, run, products)[1] for run in self._runs]
+            losses = [self.run({}, run, products)[1] for run in self._runs]
             return _increase([_late(loss, LATE_SHARE) for loss in losses], self._exact_losses, 1.0)
         pairs = [
-            (_late(self._run(state, window, products)[1]), self._finite(window, frozenset(), state))
+            (_late(self.run(state, window, products)[1]), self._finite(window, frozenset(), state))
             for state, window in self.points(products)
         ]
         return _increase(*zip(*pairs, strict=True), factor=self.formats.factor)
@@ -137,7 +137,7 @@ class MeasuredLosses:
                 own = {vertex.index for vertex in group.vertices}
                 without = frozenset(product for product in current if product[0] not in own)
                 pair = [without | group.members, without]
-                others = (_late(self._run(state, window, p)[1]) if p != current else base for p in pair)
+                others = (_late(self.run(state, window, p)[1]) if p != current else base for p in pair)
                 pairs.append(tuple(others))
             losses.append(pairs)
         means = [_mean_or_inf(*zip(*pairs, strict=True)) for pairs in zip(*losses, strict=True)]
@@ -179,7 +179,7 @@ class MeasuredLosses:
                 for inside in (chosen, ~chosen):
                     members = [g.members for g, is_in in zip(groups, inside, strict=True) if is_in]
                     rows.append(inside)
-                    losses.append(_late(self._run(state, window, frozenset().union(*members))[1]))
+                    losses.append(_late(self.run(state, window, frozenset().union(*members))[1]))
             design = np.column_stack([np.array(rows, float) - _HALF_WAY, np.ones(len(rows))])
             coefficients.append(np.linalg.lstsq(design, np.array(losses), rcond=1e-6)[0][:-1])
         return [max(0.0, self.formats.factor * float(mean)) for mean in np.mean(coefficients, axis=0)]
@@ -188,7 +188,7 @@ class MeasuredLosses:
         """Returns the calls of each look, and the state before them in a training with some products in formats."""
         state, at = {}, 0
         for start in self.formats.look_starts:
-            state, at = self._run(state, self._calls[at:start], products)[0], start
+            state, at = self.run(state, self._calls[at:start], products)[0], start
             yield state, self._calls[start : start + self.formats.steps]
 
     def _weights(self, products: Set[FormattedProduct]) -> np.ndarray:
@@ -197,7 +197,7 @@ class MeasuredLosses:
             weights[self._row[vertex], self._column[name]] = 1.0
         return weights
 
-    def _run(
+    def run(
         self, state: State, calls: Sequence[FlatCall], products: Set[FormattedProduct]
     ) -> tuple[State, np.ndarray]:
         """Returns the state after some calls, and the loss of each."""
@@ -206,7 +206,7 @@ class MeasuredLosses:
     def _finite(self, calls: Sequence[FlatCall], products: Set[FormattedProduct], state: State | None = None) -> float:
         """Returns the late loss of some calls that others are compared with."""
         share = LOOK_SHARE if state is not None else LATE_SHARE
-        late = _late(self._run(state or {}, calls, products)[1], share)
+        late = _late(self.run(state or {}, calls, products)[1], share)
         if not np.isfinite(late):
             where = ", ".join(name for name, group in self.groups.items() if group.members & products)
             what = "A look ahead" if state is not None else "A validation run"
