@@ -8,7 +8,8 @@ trains from its beginning, and needs none.
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +27,8 @@ from search_spaces.sharding.space import ShardingSpace
 
 LATE_SHARE = 0.2
 """The share of a validation run's losses that are compared: it is long enough to be judged by its end."""
+_MOST_DIFFERENCE = 0.02
+"""By how much the exact loss may differ between two ways to compute it, as a share: a few roundings of bfloat16."""
 _HALF_WAY = 0.5
 """The weight of a format in which the damage of errors without a mean has the slope of its increase from 0 to 1."""
 
@@ -72,12 +75,34 @@ class MeasuredLosses:
         vertices = dict.fromkeys(v.index for group in self.groups.values() for v in group.vertices)
         self._row = {vertex: row for row, vertex in enumerate(vertices)}
         self._column = {name: column for column, name in enumerate(formats.products)}
-        mixed = MixedProducts(
-            self.graph, space.layout([0] * len(space.nodes)), self._row, [FORMATS[name] for name in formats.products]
-        )
         replaced = [(i, argument) for i, argument in enumerate(self.graph.feedback) if argument is not None]
-        self.look = Look(mixed, replaced, self._loss)
+        layout = space.layout([0] * len(space.nodes))
+        mixed = MixedProducts(self.graph, layout, self._row, [FORMATS[name] for name in formats.products])
+        self.overflows: Counter[str] = Counter()
+        """How many operands of each group had numbers that are not finite, and so no scale."""
+        self.look = Look(mixed, replaced, self._loss, self._count_overflow)
         self._exact_losses: list[float] = []
+
+    def check_exact(self, fn: Callable[..., Sequence[Any]]) -> None:
+        """Compares the first loss of what is measured, with exact products, with that of the function itself.
+
+        Args:
+          fn: of the flat arguments; returns the flat results.
+
+        Raises:
+          ValueError: they differ by more than rounding; it has both numbers.
+        """
+        first = (self._calls or self._runs[0])[0]
+        measured, own = self.run({}, [first], frozenset())[1][0], float(jax.jit(fn)(*first)[self._loss])
+        if abs(measured - own) > _MOST_DIFFERENCE * max(1.0, abs(own)):
+            raise ValueError(
+                f"The loss of the first call is {own:.8g}, but the products that formats are measured with make it "
+                f"{measured:.8g}. This is a fault of diffshard, not of the function; search without `formats`."
+            )
+
+    def _count_overflow(self, row: int, column: int) -> None:
+        vertex, name = list(self._row)[row], self.formats.products[column]
+        self.overflows.update(group.name for group in self.groups.values() if (vertex, name) in group.members)
 
     @property
     def measured_by(self) -> str:
@@ -197,9 +222,7 @@ class MeasuredLosses:
             weights[self._row[vertex], self._column[name]] = 1.0
         return weights
 
-    def run(
-        self, state: State, calls: Sequence[FlatCall], products: Set[FormattedProduct]
-    ) -> tuple[State, np.ndarray]:
+    def run(self, state: State, calls: Sequence[FlatCall], products: Set[FormattedProduct]) -> tuple[State, np.ndarray]:
         """Returns the state after some calls, and the loss of each."""
         return self.look.run(self._weights(products), state, calls)
 

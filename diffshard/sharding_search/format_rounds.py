@@ -8,11 +8,13 @@ plan whose own measured increase is within the limit is returned.
 """
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType
 
 from diffshard.base import OPTIMAL_GAP
@@ -95,6 +97,7 @@ def find_plan_with_formats(request: PlanRequest) -> Plan:
     rules = simple_rules(groups_of(space.graph, formats.products))
     trials = _measured_trials(request, groups, losses, increases, rules)
     best = _fastest_within(trials, formats.max_loss_increase)
+    _warn_of_overflows(losses)
     return _with_formats(request, groups, best, trials, losses.measured_by)
 
 
@@ -166,7 +169,19 @@ def _measured_losses(request: PlanRequest) -> MeasuredLosses:
         traced_function = trace_function(options, first)
         space = space_of(options, traced_function)
     types = array_types(traced_function.call.arrays)
-    return MeasuredLosses(formats, space, options, types, traced_function.out_paths)
+    losses = MeasuredLosses(formats, space, options, types, traced_function.out_paths)
+    losses.check_exact(core.jaxpr_as_fun(traced_function.jaxpr))
+    return losses
+
+
+def _warn_of_overflows(losses: MeasuredLosses) -> None:
+    if losses.overflows:
+        counts = ", ".join(f"{count} of {name}" for name, count in losses.overflows.most_common())
+        warnings.warn(
+            f"{sum(losses.overflows.values())} operands had numbers that are not finite, so that no scale fits them, "
+            f"while formats were measured: {counts}. Losses that are not finite count as inf.",
+            stacklevel=2,
+        )
 
 
 def _increases_at(

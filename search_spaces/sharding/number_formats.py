@@ -7,7 +7,8 @@ tensor, row or block: the maximum over the mesh axes that split it. So a product
 sharded.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -121,15 +122,28 @@ class MixedProducts:
       layout: any layout; on one device specs mean nothing.
       row_of: by the index of a vertex, its row in the weights.
       formats: of the columns of the weights.
+      on_overflow: called with a row and a column on the host, each time that an operand of a product in a format has
+        numbers that are not finite, so that there is no scale for it.
     """
 
-    def __init__(self, graph: Graph, layout: Layout, row_of: Mapping[int, int], formats: Sequence[ProductFormat]):
+    def __init__(
+        self,
+        graph: Graph,
+        layout: Layout,
+        row_of: Mapping[int, int],
+        formats: Sequence[ProductFormat],
+        on_overflow: Callable[[int, int], None] | None = None,
+    ):
         self.graph, self.layout, self.row_of = graph, layout.with_formats(()), row_of
-        self.formats = tuple(formats)
+        self.formats, self.on_overflow = tuple(formats), on_overflow
+
+    def counting(self, on_overflow: Callable[[int, int], None]) -> "MixedProducts":
+        """Returns the same with a function that is called where an operand has no scale."""
+        return MixedProducts(self.graph, self.layout, self.row_of, self.formats, on_overflow)
 
     def __call__(self, weights: jax.Array, *arguments: Any) -> list[Any]:
         """Returns the flat results; `weights` is `[rows, formats]`, float32."""
-        arrays = _Mixed(self.row_of, self.formats, weights)
+        arrays = _Mixed(self.row_of, self.formats, weights, self.on_overflow)
         run = GraphInterpreter(self.graph, self.layout, lambda source, target: (), arrays, ProgramSchedule())
         return run(arguments, self.graph.constant_arrays)
 
@@ -137,8 +151,14 @@ class MixedProducts:
 class _Mixed:
     """`interpreter.Arrays` on one device."""
 
-    def __init__(self, row_of: Mapping[int, int], formats: Sequence[ProductFormat], weights: jax.Array):
-        self.row_of, self.formats, self.weights = row_of, formats, weights
+    def __init__(
+        self,
+        row_of: Mapping[int, int],
+        formats: Sequence[ProductFormat],
+        weights: jax.Array,
+        on_overflow: Callable[[int, int], None] | None,
+    ):
+        self.row_of, self.formats, self.weights, self.on_overflow = row_of, formats, weights, on_overflow
 
     def reshard(self, array: Any, value: Value, source: Any, steps: Sequence[ReshardStep]) -> Any:
         del value, source, steps
@@ -155,18 +175,24 @@ class _Mixed:
             return [_root(operands[0])]
         if vertex.index not in self.row_of:
             return bind(vertex.equation, operands)
-        weights = self.weights[self.row_of[vertex.index]]
-        mixed = [self._mixed(array, vertex, position, weights) for position, array in enumerate(operands)]
+        row = self.row_of[vertex.index]
+        mixed = [self._mixed(array, vertex, position, row) for position, array in enumerate(operands)]
         (product,) = bind(vertex.equation, mixed, preferred_element_type=jnp.dtype(jnp.float32), out_sharding=None)
         return [product.astype(vertex.results[0].dtype)]
 
-    def _mixed(self, array: Any, vertex: Vertex, position: int, weights: jax.Array) -> jax.Array:
-        exact, dim = array.astype(jnp.float32), contracted(vertex, position)[-1:]
-        ways = [
-            numbers_of(rounded(array, vertex, position, to, ()), *dim or (0,)) if takes(vertex, to.name) else exact
-            for to in self.formats
-        ]
-        return _mixture(exact, jnp.stack([lax.stop_gradient(way) for way in ways]), weights)
+    def _mixed(self, array: Any, vertex: Vertex, position: int, row: int) -> jax.Array:
+        exact, dim, ways = array.astype(jnp.float32), contracted(vertex, position), []
+        for column, to in enumerate(self.formats):
+            if not takes(vertex, to.name):
+                ways.append(exact)
+                continue
+            codes = rounded(array, vertex, position, to, ())
+            ways.append(numbers_of(codes, dim[-1] if dim else 0))
+            if self.on_overflow is not None:
+                has_none = (self.weights[row, column] > 0) & ~jnp.all(jnp.isfinite(codes.scale.astype(jnp.float32)))
+                report = functools.partial(jax.debug.callback, functools.partial(self.on_overflow, row, column))
+                lax.cond(has_none, report, lambda: None)
+        return _mixture(exact, lax.stop_gradient(jnp.stack(ways)), self.weights[row])
 
     def reduce(self, vertex: Vertex, results: Sequence[Any]) -> Sequence[Any]:
         del vertex
