@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy.linalg import hadamard
 
 from diffshard.sharding_search.call import ArrayType, array_types, bound_arguments, split
 from diffshard.sharding_search.looks import LOOK_SHARE, FlatCall, Look, State
@@ -128,10 +129,12 @@ class MeasuredLosses:
                 self._exact_losses = [self._finite(run, frozenset()) for run in self._runs]
             losses = [self.run({}, run, products)[1] for run in self._runs]
             return _increase([_late(loss, LATE_SHARE) for loss in losses], self._exact_losses, 1.0)
-        pairs = [
-            (_late(self.run(state, window, products)[1]), self._finite(window, frozenset(), state))
-            for state, window in self.points(products)
-        ]
+        pairs = []
+        for state, window in self.points(products):
+            own = _late(self.run(state, window, products)[1])
+            if not np.isfinite(own):  # then the state of the next look may not be, and no exact loss follows from it
+                return Increase(np.inf, None)
+            pairs.append((own, self._finite(window, frozenset(), state)))
         return _increase(*zip(*pairs, strict=True), factor=self.formats.factor)
 
     def increases_at(self, products: Set[FormattedProduct], groups: Sequence[ProductGroup]) -> list[float]:
@@ -191,23 +194,19 @@ class MeasuredLosses:
         num_looks = len(self.formats.look_starts)
         return [max(0.0, self.formats.factor * total / num_looks) for total in sums.values()]
 
-    def increases_by_regression(
-        self, products: Set[FormattedProduct], groups: Sequence[ProductGroup], seed: int = 0
-    ) -> list[float]:
-        """Measures all groups by looks in which each is in its format or not at random, and a regression."""
-        current, coefficients = frozenset(products), []
-        rng = np.random.default_rng(seed)
-        for state, window in self.points(current):
-            rows, losses = [], []
-            for _ in range((len(groups) + 2) // 2):
-                chosen = rng.random(len(groups)) < _HALF_WAY
-                for inside in (chosen, ~chosen):
-                    members = [g.members for g, is_in in zip(groups, inside, strict=True) if is_in]
-                    rows.append(inside)
-                    losses.append(_late(self.run(state, window, frozenset().union(*members))[1]))
-            design = np.column_stack([np.array(rows, float) - _HALF_WAY, np.ones(len(rows))])
-            coefficients.append(np.linalg.lstsq(design, np.array(losses), rcond=1e-6)[0][:-1])
-        return [max(0.0, self.formats.factor * float(mean)) for mean in np.mean(coefficients, axis=0)]
+    def increases_by_regression(self, products: Set[FormattedProduct], groups: Sequence[ProductGroup]) -> list[float]:
+        """Measures all groups by looks in each of which half of them are in their formats, and a regression.
+
+        Which half is a row of a Hadamard matrix, so that every look tells of every group: of two numbers that differ by
+        noise the mean over all looks has the least. The looks begin in a training with the given products in formats.
+        """
+        count = 1 << len(groups).bit_length()
+        is_in, means = hadamard(count)[:, 1 : len(groups) + 1] > 0, []
+        for state, window in self.points(frozenset(products)):
+            sets = [[g.members for g, inside in zip(groups, row, strict=True) if inside] for row in is_in]
+            losses = np.array([_late(self.run(state, window, frozenset().union(*own))[1]) for own in sets])
+            means.append([losses[row].mean() - losses[~row].mean() for row in is_in.T])
+        return [max(0.0, self.formats.factor * float(mean)) for mean in np.mean(means, axis=0)]
 
     def points(self, products: Set[FormattedProduct]) -> Iterator[tuple[State, Sequence[FlatCall]]]:
         """Returns the calls of each look, and the state before them in a training with some products in formats."""

@@ -20,7 +20,7 @@ def slopes_and_losses(fn, calls, weight, step):
 
     own = np.full((rows, 1), weight, np.float32)
     slopes = losses.look.slopes(own, {}, calls_flat(losses))
-    differences = [(late(own + step * row) - late(own - step * row)) / (2 * step) for row in np.eye(rows)[:, :, None]]
+    differences = [(late(own + step * row) - late(own)) / step for row in np.eye(rows)[:, :, None]]
     return slopes[:, 0], np.array(differences)
 
 
@@ -38,7 +38,7 @@ def unrolled_step(params, batch):
 
 def test_slopes_go_through_the_updates_as_finite_differences_do():
     calls = [({"head": params["head"]}, batch) for params, batch in calls_of(3, 4)]
-    slopes, differences = slopes_and_losses(unrolled_step, calls, 0.0, 0.05)
+    slopes, differences = slopes_and_losses(unrolled_step, calls, 0.0, 0.02)
     assert np.max(np.abs(differences)) > 1e-5
     np.testing.assert_allclose(slopes, differences, rtol=0.05, atol=0.05 * np.max(np.abs(differences)))
 
@@ -84,7 +84,7 @@ def test_regression_over_random_groups_finds_what_adds_up():
 def masked_step(params, batch):
     """Multiplies a row of infinities that is masked afterwards; it has no gradient."""
     fixed = jax.lax.stop_gradient(batch[0]) @ jnp.ones((WIDTH, WIDTH))
-    hidden = jnp.where(jnp.isfinite(fixed), fixed, 0.0)
+    hidden = fixed.at[0].set(0.0)
 
     def loss_of(params):
         return jnp.mean((hidden @ params["head"] - batch[1]) ** 2)
@@ -112,5 +112,6 @@ def test_another_exact_loss_is_an_error_with_both_numbers():
         return [1.5 * result for result in losses.look.mixed(jnp.zeros((len(losses.groups), 1)), *arguments)]
 
     losses.check_exact(lambda *arguments: losses.look.mixed(jnp.zeros((len(losses.groups), 1)), *arguments))
-    with pytest.raises(ValueError, match=r"loss of the first call is 3\.\d+, but .* make it 2\.\d+\. This is a fault"):
+    words = r"loss of the first call is 1\.78\d+, but .* make it 1\.19\d+\. This is a fault"
+    with pytest.raises(ValueError, match=words):
         losses.check_exact(other)
