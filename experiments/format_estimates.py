@@ -19,7 +19,6 @@ from jax.sharding import AxisType
 from scipy.stats import spearmanr
 
 import diffshard
-from cost.base import Hardware
 from diffshard.deadline import Deadline
 from diffshard.sharding_search.call import array_types
 from diffshard.sharding_search.format_losses import MeasuredLosses
@@ -51,20 +50,17 @@ def losses_of(setting: Setting, products: Sequence[str], steps: int, seeds: int)
         products=products,
     )
     one = jax.make_mesh((1,), ("device",), (AxisType.Auto,), devices=jax.devices()[:1])
-    options = Options(fn=setting.small.step, mesh=one, hardware=b200(one), memory_limit_bytes=1e15)
+    options = Options(
+        fn=setting.small.step, mesh=one, hardware=diffshard.preset("b200", dict(one.shape)), memory_limit_bytes=1e15
+    )
     traced = trace_function(options, formats.calls[0])
     types = array_types(traced.call.arrays)
     return MeasuredLosses(formats, space_of(options, traced), options, types, traced.out_paths)
 
 
-def b200(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Hardware:
-    """Returns B200s."""
-    return diffshard.preset("b200", dict(mesh.shape))
-
-
 def wide_gains(model: Model, setting: Setting, products: Sequence[str]) -> tuple[float, dict[str, float]]:
     """Returns seconds of the wide model's step, and what each group of products gains in it."""
-    hardware = b200(setting.mesh)
+    hardware = setting.hardware
     options = Options(fn=model.step, mesh=setting.mesh, hardware=hardware, memory_limit_bytes=hardware.memory_bytes)
     traced = trace_function(options, abstract_arguments(model))
     space = space_of(options, traced)
@@ -152,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.005, 0.02])
     parser.add_argument("--sizes", choices=("full", "small"), default="full")
     options = parser.parse_args(argv)
-    setting = Setting.of(options.model, options.sizes)
+    setting = Setting.of(options.model, options.sizes, "b200")
     estimates_table(setting, options.products, options.steps, options.seeds, options.budgets)
     return 0
 

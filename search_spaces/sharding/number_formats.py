@@ -7,6 +7,7 @@ tensor, row or block: the maximum over the mesh axes that split it. So a product
 sharded.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -122,24 +123,22 @@ class MixedProducts:
       layout: any layout; on one device specs mean nothing.
       row_of: by the index of a vertex, its row in the weights.
       formats: of the columns of the weights.
-      on_overflow: called with a row and a column on the host, each time that an operand of a product in a format has
-        numbers that are not finite, so that there is no scale for it.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        layout: Layout,
-        row_of: Mapping[int, int],
-        formats: Sequence[ProductFormat],
-        on_overflow: Callable[[int, int], None] | None = None,
-    ):
+    on_overflow: Callable[[int, int], None] | None = None
+
+    def __init__(self, graph: Graph, layout: Layout, row_of: Mapping[int, int], formats: Sequence[ProductFormat]):
         self.graph, self.layout, self.row_of = graph, layout.with_formats(()), row_of
-        self.formats, self.on_overflow = tuple(formats), on_overflow
+        self.formats = tuple(formats)
 
     def counting(self, on_overflow: Callable[[int, int], None]) -> "MixedProducts":
-        """Returns the same with a function that is called where an operand has no scale."""
-        return MixedProducts(self.graph, self.layout, self.row_of, self.formats, on_overflow)
+        """Returns the same with a function that is called on the host where an operand in a format has no scale.
+
+        That is where its numbers are not finite. The function gets a row and a column of the weights.
+        """
+        counting = copy.copy(self)
+        counting.on_overflow = on_overflow
+        return counting
 
     def __call__(self, weights: jax.Array, *arguments: Any) -> list[Any]:
         """Returns the flat results; `weights` is `[rows, formats]`, float32."""
