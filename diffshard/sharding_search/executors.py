@@ -150,8 +150,8 @@ def _evaluator(
     layout = layout_of(plan, space)
     if layout.rounded and plan.executor != "program":
         raise PlanError(
-            f'The plan has {len(layout.rounded)} products in float8, which `executor` "{plan.executor}" does not keep '
-            'to. Take `executor="program"`, or search without `formats`.'
+            f'The plan has {len(layout.rounded)} products in fewer bits, which `executor` "{plan.executor}" does not '
+            'keep to. Take `executor="program"`, or search without `formats`.'
         )
     if plan.executor == "propagation" and any(runs_on_parts(v) for v in space.graph.operations()):
         return PropagatedExecution(space.graph, layout, mesh, space.reshard_costs.path)

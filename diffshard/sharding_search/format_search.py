@@ -8,7 +8,7 @@ on the wrong side exceeds, and one on the right side leaves unused, is settled b
 shardings (a knapsack).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,7 +21,8 @@ from diffshard.sharding_search.number_formats import ProductGroup
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import fastest_choice, make_plan, solve_problem_of
 from diffshard.sharding_search.request import PlanRequest
-from search_spaces.sharding.float8_gains import gains_s, in_float8, in_own_formats
+from search_spaces.sharding.format_gains import best_gains_s, gains_s, in_formats, in_own_formats
+from search_spaces.sharding.product_formats import FormattedProduct
 from search_spaces.sharding.space import ShardingSpace
 
 _MOST_PRICES = 6
@@ -44,14 +45,14 @@ class FoundFormats(NamedTuple):
 
     Attributes:
       plan: with what is predicted of its formats.
-      products: the indices of the vertices that are in float8.
-      choice: `[V]` its strategies, in the space without float8.
+      products: those that are in formats.
+      choice: `[V]` its strategies, in the space without formats.
       bound_s: no plan within the limit is faster, by the increases that it was found with.
       bound_of_any_s: no plan is faster, whatever it does to the loss.
     """
 
     plan: Plan
-    products: frozenset[int]
+    products: frozenset[FormattedProduct]
     choice: np.ndarray
     bound_s: float
     bound_of_any_s: float
@@ -80,12 +81,12 @@ def fastest_within(
     """
     groups = [group for group in groups if np.isfinite(increases.get(group.name, np.inf))]
     losses = np.array([increases[group.name] for group in groups])
-    space = request.space.with_float8(_prices(groups, np.zeros(len(groups))))
+    space = request.space.with_formats(_prices(groups, np.zeros(len(groups))))
     bound_s, bound_of_any_s, solutions, choices = -np.inf, 0.0, [], [start]
     price, tried = 0.0, set()
     while price not in tried and len(tried) < _MOST_PRICES and not (tried and deadline.is_over(0.6)):
         tried.add(price)
-        priced = space.with_float8(_prices(groups, price * losses))
+        priced = space.with_formats(_prices(groups, price * losses))
         limited = replace(request.options, time_limit_s=deadline.remaining_s(_SEARCH_SHARE))
         begin = _with_gains(priced, choices[-1])
         solution = solve_problem_of(limited, priced.problem, priced, begin, request.progress)
@@ -97,7 +98,7 @@ def fastest_within(
         price = _next_price(solutions, limit)
     best = None
     for chosen, start in _candidates(space, groups, losses, choices, limit):
-        planned = plan_with(request, [v.index for i in chosen for v in groups[i].vertices], deadline, start)
+        planned = plan_with(request, sorted(member for i in chosen for member in groups[i].members), deadline, start)
         if best is None or planned[0].step_s < best[0].step_s:
             best = planned
         if len(chosen) == len(groups):  # all are free, as at the price 0
@@ -107,10 +108,10 @@ def fastest_within(
 
 
 def plan_with(
-    request: PlanRequest, allowed: Collection[int], deadline: Deadline, start: np.ndarray | None = None
-) -> tuple[Plan, frozenset[int], np.ndarray]:
-    """Returns the fastest plan found that may have some products in float8, those that it has, and its choice."""
-    fixed = request.space.with_float8(dict.fromkeys(allowed, 0.0))
+    request: PlanRequest, allowed: Iterable[FormattedProduct], deadline: Deadline, start: np.ndarray | None = None
+) -> tuple[Plan, frozenset[FormattedProduct], np.ndarray]:
+    """Returns the fastest plan found that may have some products in formats, those that it has, and its choice."""
+    fixed = request.space.with_formats(dict.fromkeys(sorted(allowed), 0.0))
     start = None if start is None else _with_gains(fixed, start)
     solution = fastest_choice(request._replace(space=fixed), deadline, start)
     products = fixed.layout(solution.choice).rounded
@@ -118,27 +119,26 @@ def plan_with(
 
 
 def _with_gains(space: ShardingSpace, choice: np.ndarray) -> np.ndarray:
-    """Returns a choice of the space without float8 with the products in it that gain more than they cost."""
-    price_s = space.float8_price_s
-    return in_float8(space, choice, [i for i, gain_s in gains_s(space, choice).items() if gain_s > price_s[i]])
+    """Returns a choice of the space without formats with the products in them that gain more than they cost."""
+    return in_formats(space, choice, best_gains_s(space, choice))
 
 
 def predicted_increase(
-    groups: Sequence[ProductGroup], increases: Mapping[str, float], products: Collection[int]
+    groups: Sequence[ProductGroup], increases: Mapping[str, float], products: Set[FormattedProduct]
 ) -> float:
-    """Returns the sum of what groups add to the loss, of each the part of its products that are in float8."""
+    """Returns the sum of what groups add to the loss, of each the part of its products that are in its format."""
     shares = [(increases.get(group.name, 0.0), share_in(group, products)) for group in groups]
     return sum(increase * share for increase, share in shares if share)
 
 
-def share_in(group: ProductGroup, products: Collection[int]) -> float:
-    """Returns the share of a group's products that are among some, by the indices of their vertices."""
-    return sum(vertex.index in products for vertex in group.vertices) / len(group.vertices)
+def share_in(group: ProductGroup, products: Set[FormattedProduct]) -> float:
+    """Returns the share of a group's products that are among some."""
+    return len(group.members & products) / len(group.vertices)
 
 
-def _prices(groups: Sequence[ProductGroup], prices: np.ndarray) -> dict[int, float]:
+def _prices(groups: Sequence[ProductGroup], prices: np.ndarray) -> dict[FormattedProduct, float]:
     """Returns the price of each product: an equal part of its group's."""
-    return {v.index: float(p) / len(g.vertices) for g, p in zip(groups, prices, strict=True) for v in g.vertices}
+    return {m: float(p) / len(g.vertices) for g, p in zip(groups, prices, strict=True) for m in sorted(g.members)}
 
 
 def _next_price(solutions: Sequence[_Priced], limit: float) -> float:
@@ -160,33 +160,46 @@ def _candidates(
     choices: Sequence[np.ndarray],
     limit: float,
 ) -> list[tuple[tuple[int, ...], np.ndarray]]:
-    """Returns sets of groups in float8 that are worth a last search for their shardings, and where it begins.
+    """Returns sets of groups that are worth a last search for their shardings, and where it begins.
 
-    `space` has all groups free to be in float8, and `choices` are without.
+    `space` has all groups free to be in their formats, and `choices` are without.
     """
     of_products = [gains_s(space, choice) for choice in choices]
-    gains = [np.array([sum(max(0.0, of[v.index]) for v in group.vertices) for group in groups]) for of in of_products]
+    gains = [np.array([sum(max(0.0, of[m]) for m in group.members) for group in groups]) for of in of_products]
+    kinds = [group.vertices[0].index for group in groups]
     exact_s = [float(evaluate(space.problem, choice.tolist()).cost) for choice in choices]
 
     def seconds(chosen: tuple[int, ...]) -> list[float]:
         return [exact - float(gain[list(chosen)].sum()) for exact, gain in zip(exact_s, gains, strict=True)]
 
-    candidates = dict.fromkeys(best_groups(gain, losses, limit) for gain in gains)
+    candidates = dict.fromkeys(best_groups(gain, losses, limit, kinds) for gain in gains)
     best = sorted(candidates, key=lambda chosen: min(seconds(chosen)))[:_MOST_CANDIDATES]
     return [(chosen, choices[int(np.argmin(seconds(chosen)))]) for chosen in best]
 
 
-def best_groups(gains: np.ndarray, losses: np.ndarray, limit: float) -> tuple[int, ...]:
-    """Returns the groups that gain most within the limit, by what each gains and costs; all if that is within it."""
+def best_groups(
+    gains: np.ndarray, losses: np.ndarray, limit: float, kinds: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """Returns the groups that gain most within the limit, by what each gains and costs; all if that is within it.
+
+    Args:
+      gains: `[groups]` seconds.
+      losses: `[groups]` what each adds to the loss.
+      limit: on the sum of losses.
+      kinds: `[groups]` numbers, equal for groups of the same products in several formats, of which one is taken. None
+        where all have others.
+    """
     if losses.sum() <= limit:
         return tuple(range(len(gains)))  # all may be in float8, and the search says which are
     if not np.any(gains > 0):
         return ()
+    of_kind = np.arange(len(gains)) if kinds is None else np.asarray(kinds)
+    one_each = (of_kind == np.unique(of_kind)[:, None]).astype(float)
     result = milp(
         -gains / gains.max(),
         integrality=np.ones(len(gains)),
         bounds=Bounds(0, 1),
-        constraints=LinearConstraint(losses[None] / limit, -np.inf, 1.0),
+        constraints=LinearConstraint(np.concatenate([losses[None] / limit, one_each]), -np.inf, 1.0),
     )
     taken = [] if result.x is None else np.flatnonzero((result.x > 0.5) & (gains > 0)).tolist()
     while losses[taken].sum() > limit:  # by the tolerance of the solver

@@ -10,9 +10,9 @@ import numpy as np
 
 from cost.base import Hardware
 from cost.real_numbers import is_positive, real_number, whole_number
-from search_spaces.sharding.float8 import RATE, is_backward, takes_float8
-from search_spaces.sharding.float8_gains import most_gains_s
+from search_spaces.sharding.format_gains import most_gains_s
 from search_spaces.sharding.graph import Graph, Vertex
+from search_spaces.sharding.product_formats import FORMATS, FormattedProduct, is_backward, takes
 from search_spaces.sharding.space import ShardingSpace
 
 WHOLE_TRAINING_FACTOR = 10.0
@@ -48,6 +48,9 @@ class Formats:
         of the mean loss of the last fifth of each.
       measured_fn: the function that `calls` and `validation_runs` are of, where the searched one is too large for one
         device: a narrower model of the same code, whose products have the same names. None takes the searched one.
+      products: the formats that products may be in, besides their own: "float8" (with a scale for each tensor),
+        "float8_rows" and "int8" (a scale for each row of what is contracted), "float4" (e2m1, a scale for 32 numbers).
+        The hardware must have the rate of each.
     """
 
     max_loss_increase: float
@@ -60,6 +63,7 @@ class Formats:
     rounds: int = 2
     validation_runs: Sequence[Sequence[tuple[Any, ...]]] = field(default=(), repr=False)
     measured_fn: Callable[..., Any] | None = None
+    products: Sequence[str] = ("float8",)
 
     @property
     def look_starts(self) -> list[int]:
@@ -71,17 +75,24 @@ class Formats:
 
 
 class ProductGroup(NamedTuple):
-    """Products of equal layers that have equal places there.
+    """Products of equal layers that have equal places there, in one format.
 
     Attributes:
-      name: its place, the pass, and the contracted dimensions of both operands.
+      name: its place, the pass, and the contracted dimensions of both operands; then the format, unless it is float8.
       place: modules and line without numbers of layers.
       vertices: the products, in program order.
+      format: the name of the format.
     """
 
     name: str
     place: str
     vertices: tuple[Vertex, ...]
+    format: str
+
+    @property
+    def members(self) -> frozenset[FormattedProduct]:
+        """The products in the format."""
+        return frozenset((vertex.index, self.format) for vertex in self.vertices)
 
 
 def check_formats(formats: Any, hardware: Hardware) -> None:
@@ -105,11 +116,24 @@ def check_formats(formats: Any, hardware: Hardware) -> None:
     _check_measurements(formats)
     if formats.measured_fn is not None and not callable(formats.measured_fn):
         raise TypeError(f"`Formats.measured_fn` must be a function, not {type(formats.measured_fn).__name__}.")
-    rates = hardware.flops_per_s
-    if not isinstance(rates, Mapping) or RATE not in rates:
-        names = sorted(rates) if isinstance(rates, Mapping) else ["one rate for all"]
+    _check_products(formats.products, hardware)
+
+
+def _check_products(products: Any, hardware: Hardware) -> None:
+    """Checks the formats of products against what there is and what the hardware multiplies."""
+    if not isinstance(products, Sequence) or isinstance(products, str) or not products:
+        raise TypeError(f"`Formats.products` must be a list or tuple of formats, not {products!r}.")
+    if unknown := [name for name in products if name not in FORMATS]:
+        raise ValueError(f"`Formats.products` has {unknown[0]!r}, which is no format; there are {', '.join(FORMATS)}.")
+    if len(set(products)) < len(products):
+        raise ValueError(f"`Formats.products` must have each format once, not {list(products)}.")
+    rates = hardware.flops_per_s if isinstance(hardware.flops_per_s, Mapping) else {}
+    if lacking := [name for name in products if FORMATS[name].rate not in rates]:
+        able = ", ".join(name for name, to in FORMATS.items() if to.rate in rates) or "none of the formats"
+        has = ", ".join(sorted(rates)) or "one rate for all"
         raise ValueError(
-            f"`hardware` {hardware.name!r} has no rate for {RATE}, which `formats` needs; it has {', '.join(names)}."
+            f"`hardware` {hardware.name!r} has no rate for {FORMATS[lacking[0]].rate}, which products in "
+            f"{lacking[0]} need: it has {has}, so that `Formats.products` may have {able}."
         )
 
 
@@ -138,20 +162,24 @@ def _check_measurements(formats: Formats) -> None:
             raise ValueError(f"`Formats.validation_runs[{number}]` must have 2 calls or more, not {len(run)}.")
 
 
-def product_groups(space: ShardingSpace) -> list[ProductGroup]:
-    """Returns the products of a space that gain time in float8 with some strategy, without what they do to the loss."""
-    groups = groups_of(space.graph)
-    most_s = most_gains_s(space.with_float8({v.index: 0.0 for group in groups for v in group.vertices}))
-    return [group for group in groups if any(most_s[vertex.index] > 0 for vertex in group.vertices)]
+def product_groups(space: ShardingSpace, formats: Sequence[str] = ("float8",)) -> list[ProductGroup]:
+    """Returns the products of a space that gain time in formats with some strategy, whatever they do to the loss."""
+    groups = groups_of(space.graph, formats)
+    most_s = most_gains_s(space.with_formats({member: 0.0 for group in groups for member in sorted(group.members)}))
+    return [group for group in groups if any(most_s[member] > 0 for member in group.members)]
 
 
-def groups_of(graph: Graph) -> list[ProductGroup]:
-    """Returns all products that could be in float8, in the order of the program."""
-    groups: dict[tuple[str, str], list[Vertex]] = {}
-    for vertex in graph.operations():
-        if takes_float8(vertex):
-            groups.setdefault(_name_and_place(vertex), []).append(vertex)
-    return [ProductGroup(*names, tuple(vertices)) for names, vertices in groups.items()]
+def groups_of(graph: Graph, formats: Sequence[str] = ("float8",)) -> list[ProductGroup]:
+    """Returns all products that could be in formats: of each format those in the order of the program."""
+    groups: dict[tuple[str, str, str], list[Vertex]] = {}
+    for name in formats:
+        for vertex in graph.operations():
+            if takes(vertex, name):
+                groups.setdefault((*_name_and_place(vertex), name), []).append(vertex)
+    return [
+        ProductGroup(f"{place_and_dims} {name}" if name != "float8" else place_and_dims, place, tuple(vertices), name)
+        for (place_and_dims, place, name), vertices in groups.items()
+    ]
 
 
 def _name_and_place(vertex: Vertex) -> tuple[str, str]:

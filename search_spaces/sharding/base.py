@@ -7,7 +7,7 @@ Letters for sizes: A mesh axes, F factors of a rule, V nodes (the vertices of th
 of node v.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -114,7 +114,8 @@ class ShardingStrategy(NamedTuple):
       reductions: for each result the collectives that finish its partial sums; of an array that is stored one way and
         gathered for its readers, the gathers.
       unreduced: the specs of the results before those collectives.
-      in_float8: whether the operands of a product are rounded to float8 before they are multiplied.
+      format: the name of the format to which the operands of a product are rounded before they are multiplied; "" for
+        a product that runs as it was traced, and for every other operation.
     """
 
     operands: tuple[IndexedSpec, ...]
@@ -122,7 +123,7 @@ class ShardingStrategy(NamedTuple):
     parts: int
     reductions: tuple[tuple[ReshardStep, ...], ...]
     unreduced: tuple[IndexedSpec, ...]
-    in_float8: bool = False
+    format: str = ""
 
 
 class Node(NamedTuple):
@@ -175,11 +176,12 @@ class Layout(NamedTuple):
     output_specs: tuple[IndexedSpec, ...]
 
     @property
-    def rounded(self) -> frozenset[int]:
-        """The indices of the products that run in float8."""
-        return frozenset(i for i, strategy in enumerate(self.strategies) if strategy.in_float8)
+    def rounded(self) -> frozenset[tuple[int, str]]:
+        """The products whose operands are rounded: indices of vertices, with names of formats."""
+        return frozenset((i, strategy.format) for i, strategy in enumerate(self.strategies) if strategy.format)
 
-    def with_float8(self, products: Collection[int]) -> "Layout":
-        """Returns the layout with these products in float8, by the indices of their vertices, and no others."""
-        strategies = (s._replace(in_float8=i in products) for i, s in enumerate(self.strategies))
+    def with_formats(self, products: Iterable[tuple[int, str]]) -> "Layout":
+        """Returns the layout with these products in formats, at most one for each vertex, and no others."""
+        format_of = dict(products)
+        strategies = (s._replace(format=format_of.get(i, "")) for i, s in enumerate(self.strategies))
         return self._replace(strategies=tuple(strategies))

@@ -1,6 +1,6 @@
 """Which strategies a vertex of a graph may choose from: by its rule, by its kind, or by what the function fixes."""
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from search_spaces.partition_specs import IndexedSpec
@@ -81,16 +81,17 @@ def nodes_of(
     return nodes
 
 
-def with_formats(nodes: Sequence[Node], products: Collection[int]) -> list[Node]:
-    """Returns nodes of which some products have their strategies twice: as they are, then in float8."""
-    twice: dict[int, tuple[ShardingStrategy, ...]] = {}
-    for i in products:
-        strategies = nodes[i].strategies
-        if id(strategies) not in twice:
-            twice[id(strategies)] = (*strategies, *(s._replace(in_float8=True) for s in strategies))
-    return [
-        node._replace(strategies=twice[id(node.strategies)]) if i in products else node for i, node in enumerate(nodes)
-    ]
+def with_formats(nodes: Sequence[Node], formats_of: Mapping[int, Sequence[str]]) -> list[Node]:
+    """Returns nodes of which some products have their strategies again for each format, after those as they are."""
+    made: dict[Hashable, tuple[ShardingStrategy, ...]] = {}
+    formatted = list(nodes)
+    for i, names in formats_of.items():
+        own = nodes[i].strategies
+        key = id(own), tuple(names)
+        if key not in made:
+            made[key] = tuple(s._replace(format=name) for name in ("", *names) for s in own)
+        formatted[i] = nodes[i]._replace(strategies=made[key])
+    return formatted
 
 
 def _new_results(graph: Graph) -> frozenset[int]:

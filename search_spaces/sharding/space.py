@@ -64,6 +64,7 @@ from search_spaces.sharding.memory_use import memory_use
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.nodes import nodes_of, with_formats
 from search_spaces.sharding.notes import notes_of
+from search_spaces.sharding.product_formats import FormattedProduct
 from search_spaces.sharding.program_steps import ProgramSteps, program_steps
 from search_spaces.sharding.repetition import alike_nodes
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
@@ -78,7 +79,7 @@ _ON_PRICES = frozenset(
     {"node_costs", "_problem", "quantities", "preference_problem", "step_problem", "least_compute_s"}
 )
 """What of a space depends on the seconds of its nodes."""
-_ON_NODES = frozenset({"nodes", "alike", "usages", "_transfer_matrices"})
+_ON_NODES = frozenset({"formats_of", "nodes", "alike", "usages", "_transfer_matrices"})
 """What of a space depends on the strategies of its nodes."""
 _ON_MEMORY = frozenset({"kernels", "lifetimes", "usages"})
 """What of a space depends on when the memory of values is free."""
@@ -100,9 +101,9 @@ class ShardingSpace:
       as_program: whether operations are split only in ways that have a form on one device's part (`whole_operations`);
         without it, only in ways that XLA's partitioner computes rightly (`partitioner_faults`).
       loaded: flat arguments that hosts load anew for each step: none is left whole on several hosts if it divides.
-      float8_price_s: by the index of a product's vertex, the seconds that it costs to have it in float8: those that its
-        part in the loss is worth. Its strategies are there twice, first as they are and then in float8. Products that
-        are not listed stay as they are.
+      format_price_s: by the index of a product's vertex and the name of a format, the seconds that it costs to have it
+        in that: those that its part in the loss is worth. Its strategies are there again for each format, after those
+        as they are. Products that are not listed stay as they are.
     """
 
     graph: Graph
@@ -114,17 +115,25 @@ class ShardingSpace:
     memory_limit_bytes: float = np.inf
     as_program: bool = False
     loaded: frozenset[int] = frozenset()
-    float8_price_s: Mapping[int, float] = field(default_factory=dict)
+    format_price_s: Mapping[FormattedProduct, float] = field(default_factory=dict)
 
     @property
     def problem(self) -> Problem:
         """The space as a problem in seconds and bytes, built once."""
         return self._problem
 
-    def with_float8(self, price_s: Mapping[int, float]) -> "ShardingSpace":
-        """Returns the space with these products free to run in float8; what does not depend on it is not made again."""
-        has_other_products = self.float8_price_s.keys() != price_s.keys()
-        return self._with({"float8_price_s": dict(price_s)}, _ON_PRICES | (_ON_NODES if has_other_products else set()))
+    def with_formats(self, price_s: Mapping[FormattedProduct, float]) -> "ShardingSpace":
+        """Returns the space with these products free to be in formats; what does not depend on it is not made again."""
+        has_other_products = self.format_price_s.keys() != price_s.keys()
+        return self._with({"format_price_s": dict(price_s)}, _ON_PRICES | (_ON_NODES if has_other_products else set()))
+
+    @cached_property
+    def formats_of(self) -> dict[int, list[str]]:
+        """The formats that each product may be in, in the order of its strategies."""
+        names: dict[int, list[str]] = {}
+        for vertex, name in self.format_price_s:
+            names.setdefault(vertex, []).append(name)
+        return names
 
     def with_donated(self, donated: Sequence[bool]) -> "ShardingSpace":
         """Returns the space with other arguments donated; what does not depend on it is not made again."""
@@ -221,7 +230,7 @@ class ShardingSpace:
     @cached_property
     def nodes(self) -> list[Node]:
         """One node for each vertex, in order, then the hubs."""
-        return with_formats(self._exact_nodes, self.float8_price_s.keys())
+        return with_formats(self._exact_nodes, self.formats_of)
 
     @cached_property
     def _exact_nodes(self) -> list[Node]:
@@ -285,7 +294,7 @@ class ShardingSpace:
     def node_costs(self) -> NodeCosts:
         """What strategies cost by themselves."""
         shares = CollectiveShares(self.graph, self.hardware.exposed_share)
-        return NodeCosts(self.axis_sizes, self.hardware, self.reshard_costs, shares, self.kernels, self.float8_price_s)
+        return NodeCosts(self.axis_sizes, self.hardware, self.reshard_costs, shares, self.kernels, self.format_price_s)
 
     @cached_property
     def least_compute_s(self) -> float:
