@@ -12,6 +12,7 @@ of the encoded sums: every number is rounded twice on one axis, and once more on
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,15 +31,15 @@ def run_exact(collective: CollectiveOp, x: jax.Array) -> jax.Array:
 
 
 def run_encoded(
-    collective: CollectiveOp, x: jax.Array, precision: Precision, key: jax.Array
+    collective: CollectiveOp, x: jax.Array, precision: Precision, key: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Runs a collective whose operand is sent as codes.
+    """Runs a collective whose operand is sent as codes; `key` may be None if these are rounded to the nearest.
 
     Returns:
       The result in the type of `x`; and for an all-reduce this device's residual, float32: the sum of the residuals
       over the devices is the exact sum minus the result. None for the other kinds.
     """
-    key = jax.random.fold_in(key, lax.axis_index(collective.axes))
+    key = _folded(key, lax.axis_index(collective.axes))
     axes, sizes, n = collective.axes, collective.sizes, collective.num_devices
     residual = None
     match collective.kind:
@@ -184,7 +185,7 @@ def _gather(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 
 def _sum_and_scatter(
-    rows: jax.Array, axes: Sequence[str], sizes: Sequence[int], precision: Precision, key: jax.Array
+    rows: jax.Array, axes: Sequence[str], sizes: Sequence[int], precision: Precision, key: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Sums rows `[n, elements]` over devices, each sum on the device of its row; the last axis goes first.
 
@@ -201,14 +202,14 @@ def _sum_and_scatter(
     sums = decode(_exchange(codes, axis), precision, width).sum(axis=0)
     if outer:
         sums, residual_of_sums = _sum_and_scatter(
-            sums.reshape(-1, rows.shape[1]), outer, sizes[:-1], precision, jax.random.fold_in(key, 0)
+            sums.reshape(-1, rows.shape[1]), outer, sizes[:-1], precision, _folded(key, 0)
         )
         residual = residual.at[lax.axis_index(axis)].add(residual_of_sums.ravel())
     return sums, jnp.moveaxis(residual.reshape(n, -1, rows.shape[1]), 0, 1).reshape(rows.shape)
 
 
 def _sum_everywhere(
-    x: jax.Array, axes: Sequence[str], sizes: Sequence[int], precision: Precision, key: jax.Array
+    x: jax.Array, axes: Sequence[str], sizes: Sequence[int], precision: Precision, key: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Sums `[elements]` over devices; returns the sum and this device's residual.
 
@@ -217,10 +218,14 @@ def _sum_everywhere(
     num_devices = math.prod(sizes)
     rows = jnp.pad(x, (0, -x.size % num_devices)).reshape(num_devices, -1)
     sums, residual = _sum_and_scatter(rows, axes, sizes, precision, key)
-    codes = encode(sums, precision, jax.random.fold_in(key, 1))
+    codes = encode(sums, precision, _folded(key, 1))
     residual = residual.at[lax.axis_index(tuple(axes))].add(sums - decode(codes, precision, sums.size))
     whole = decode(_gather(codes, axes), precision, sums.size)
     return whole.ravel()[: x.size], residual.ravel()[: x.size]
+
+
+def _folded(key: jax.Array | None, data: Any) -> jax.Array | None:
+    return None if key is None else jax.random.fold_in(key, data)
 
 
 def _cut_into_parts(x: jax.Array, dimension: int, count: int, tiled: bool) -> jax.Array:

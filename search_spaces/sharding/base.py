@@ -115,6 +115,7 @@ class ShardingStrategy(NamedTuple):
         gathered for its readers, the gathers.
       unreduced: the specs of the results before those collectives.
       in_float8: whether the operands of a product are rounded to float8 before they are multiplied.
+      sent_in: the format of the codes in which partial sums are sent, a key of `codes.FORMATS`; "" for no codes.
     """
 
     operands: tuple[IndexedSpec, ...]
@@ -123,6 +124,22 @@ class ShardingStrategy(NamedTuple):
     reductions: tuple[tuple[ReshardStep, ...], ...]
     unreduced: tuple[IndexedSpec, ...]
     in_float8: bool = False
+    sent_in: str = ""
+
+
+class Coded(NamedTuple):
+    """One thing that is in fewer bits.
+
+    Attributes:
+      kind: "sum" for the partial sums of an operation, which are sent as codes; "kept" for an array that the backward
+        pass reads and that is kept as codes until then.
+      index: the operation's vertex, or the id of the value.
+      format: a key of `codes.FORMATS`.
+    """
+
+    kind: Literal["sum", "kept"]
+    index: int
+    format: str
 
 
 class Node(NamedTuple):
@@ -179,7 +196,18 @@ class Layout(NamedTuple):
         """The indices of the products that run in float8."""
         return frozenset(i for i, strategy in enumerate(self.strategies) if strategy.in_float8)
 
+    @property
+    def coded(self) -> frozenset[Coded]:
+        """What is in fewer bits besides."""
+        return frozenset(Coded("sum", i, s.sent_in) for i, s in enumerate(self.strategies) if s.sent_in)
+
     def with_float8(self, products: Collection[int]) -> "Layout":
         """Returns the layout with these products in float8, by the indices of their vertices, and no others."""
         strategies = (s._replace(in_float8=i in products) for i, s in enumerate(self.strategies))
+        return self._replace(strategies=tuple(strategies))
+
+    def with_codes(self, coded: Collection[Coded]) -> "Layout":
+        """Returns the layout with these in fewer bits, and no others."""
+        sent_in = {c.index: c.format for c in coded if c.kind == "sum"}
+        strategies = (s._replace(sent_in=sent_in.get(i, "")) for i, s in enumerate(self.strategies))
         return self._replace(strategies=tuple(strategies))

@@ -17,7 +17,9 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from search_spaces.partition_specs import IndexedSpec, named_spec, partition_spec
 from search_spaces.replay import bind
-from search_spaces.sharding.base import Layout, ReshardStep
+from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy
+from search_spaces.sharding.coded_sums import coded_sum, finish_sum
+from search_spaces.sharding.codes import FORMATS
 from search_spaces.sharding.float8 import float8_dtypes
 from search_spaces.sharding.given import rank_of
 from search_spaces.sharding.graph import Graph, Value, Vertex
@@ -116,10 +118,18 @@ class DeviceProgram:
         strategy = self.layout.strategies[vertex.index]
         if self._runs_whole(vertex):
             return results
+        if strategy.sent_in:
+            return [self._finish_sum(vertex, strategy, block) for block in results]
         return [
             self.blocks.reduce(block, unreduced, steps, combiner(vertex))
             for block, unreduced, steps in zip(results, strategy.unreduced, strategy.reductions, strict=True)
         ]
+
+    def _finish_sum(self, vertex: Vertex, strategy: ShardingStrategy, block: Any) -> Any:
+        """Finishes the partial sums of an operation's only result on codes."""
+        steps = strategy.reductions[0]
+        num_exact = coded_sum(self.path, vertex.results[0], steps, strategy.sent_in).num_exact
+        return finish_sum(self.blocks, block, strategy.unreduced[0], steps, num_exact, FORMATS[strategy.sent_in])
 
     def _runs_whole(self, vertex: Vertex) -> bool:
         return vertex.index in self.whole_operations

@@ -8,7 +8,9 @@ import numpy as np
 from cost.base import AttentionWork, Hardware, Work
 from cost.compute import equation_dtype, equation_flops, product_s, roofline_s, work_s
 from search_spaces.partition_specs import IndexedSpec
-from search_spaces.sharding.base import Node, ReshardStep, ShardingStrategy
+from search_spaces.sharding.base import Coded, Node, ReshardStep, ShardingStrategy
+from search_spaces.sharding.coded_sums import can_be_coded, finished_steps
+from search_spaces.sharding.codes import FORMATS
 from search_spaces.sharding.float8 import RATE
 from search_spaces.sharding.fusion import PICKS
 from search_spaces.sharding.graph import Operand, Value, Vertex, copies_over_host_link
@@ -45,6 +47,7 @@ class NodeCosts:
       shares: which parts of a collective's latency and time count for a value.
       kernels: what is read from memory and written to it.
       float8_price_s: by vertex, the products that may run in float8, and what that costs, seconds.
+      code_price_s: what may be in fewer bits besides, and what that costs, seconds.
     """
 
     def __init__(
@@ -55,10 +58,15 @@ class NodeCosts:
         shares: CollectiveShares,
         kernels: Kernels,
         float8_price_s: Mapping[int, float] | None = None,
+        code_price_s: Mapping[Coded, float] | None = None,
     ):
         self.axis_sizes, self.hardware, self.kernels = axis_sizes, hardware, kernels
         self.float8_price_s = {} if float8_price_s is None else float8_price_s
         self.reshard_costs, self.shares = reshard_costs, shares
+        self._sum_price_s: dict[int, dict[str, float]] = {}
+        for coded, price_s in (code_price_s or {}).items():
+            if coded.kind == "sum":
+                self._sum_price_s.setdefault(coded.index, {})[coded.format] = price_s
         self._mapped = MappedCollectives(
             reshard_costs.axis_names,
             axis_sizes,
@@ -86,7 +94,7 @@ class NodeCosts:
         """Returns what a node's seconds depend on; `forms` are as for `all_s`."""
         vertex = node.vertex
         shares = tuple((self.shares.latency(value), self.shares.exposed(value)) for value in vertex.results)
-        price_s = self.float8_price_s.get(vertex.index)
+        price_s = self.float8_price_s.get(vertex.index), *sorted(self._sum_price_s.get(vertex.index, {}).items())
         return forms[vertex.index], node.hub is None, id(node.strategies), shares, self.kernels.at(vertex), price_s
 
     def node_s(self, node: Node) -> np.ndarray:
@@ -97,7 +105,8 @@ class NodeCosts:
         local = self.compute_s(vertex, strategies) + self.preference_s(vertex, strategies)
         if vertex.index in self.float8_price_s:
             local += np.array([self.float8_price_s[vertex.index] if s.in_float8 else 0.0 for s in strategies])
-        return local + np.array([self.reduction_s(vertex, s) + self._own_collectives_s(vertex, s) for s in strategies])
+        finish_s = [self._with_sum_price(vertex, self.finished(vertex, s)) for s in strategies]
+        return local + np.array(finish_s) + np.array([self._own_collectives_s(vertex, s) for s in strategies])
 
     def compute_s(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> np.ndarray:
         """Returns the seconds of one device's arithmetic and memory traffic in one step, `[strategies]`."""
@@ -177,10 +186,12 @@ class NodeCosts:
         return work_s(local_work(vertex, strategy, self.axis_sizes), self.hardware)
 
     def chosen_compute_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
-        """Returns `compute_s` of one strategy; a plan's strategies are asked for several times."""
+        """Returns the seconds of one strategy's arithmetic and traffic in one step, with those of encoding its sums."""
         key = vertex.index, strategy
         if key not in self._chosen_compute_s:
-            self._chosen_compute_s[key] = float(self.compute_s(vertex, (strategy,))[0])
+            self._chosen_compute_s[key] = float(self.compute_s(vertex, (strategy,))[0]) + self._coding_s(
+                vertex, strategy
+            )
         return self._chosen_compute_s[key]
 
     def work(self, vertex: Vertex, strategy: ShardingStrategy) -> Work | AttentionWork:
@@ -204,14 +215,40 @@ class NodeCosts:
         pairs = zip(vertices, strategies, strict=True)
         return np.array([self.chosen_compute_s(v, s) / (v.weight or 1.0) for v, s in pairs])
 
+    def finished(self, vertex: Vertex, strategy: ShardingStrategy) -> ShardingStrategy:
+        """Returns a strategy with its partial sums in the format that costs least, of those that have a price."""
+        prices = self._sum_price_s.get(vertex.index)
+        if not prices or not can_be_coded(vertex, strategy, self.axis_sizes):
+            return strategy
+        ways = [strategy, *(strategy._replace(sent_in=name) for name in prices)]
+        return min(ways, key=lambda way: self._with_sum_price(vertex, way))
+
+    def _with_sum_price(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
+        price_s = self._sum_price_s[vertex.index][strategy.sent_in] if strategy.sent_in else 0.0
+        return self.finish_s(vertex, strategy) + price_s
+
+    def finish_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
+        """Returns the seconds in which partial results are finished: for collectives, and for encoding sums."""
+        return self.reduction_s(vertex, strategy) + self._coding_s(vertex, strategy)
+
     def reduction_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
         """Returns how long a step waits for the collectives that finish a strategy's partial results or gather."""
         seconds = 0.0
-        for value, steps in zip(vertex.results, strategy.reductions, strict=True):
+        for i, value in enumerate(vertex.results):
             latency_share, exposed = self.shares.latency(value), self.shares.exposed(value)
-            for step in steps:
+            for step in finished_steps(self.reshard_costs.path, value, strategy, i)[0]:
                 seconds += exposed * self.reshard_costs.step_s(step, value.num_bytes, latency_share)
         return seconds * vertex.reduction_weight
+
+    def _coding_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
+        """Returns the seconds of encoding and decoding sums: numbers are read and codes written, or the reverse."""
+        if not strategy.sent_in:
+            return 0.0
+        (value,) = vertex.results
+        num_coded = finished_steps(self.reshard_costs.path, value, strategy)[1]
+        num_bytes = num_coded * (value.dtype.itemsize + FORMATS[strategy.sent_in].bits / 8)
+        kernel_s = float(roofline_s(0.0, np.array(num_bytes), str(value.dtype), self.hardware))
+        return vertex.weight * (kernel_s + 2 * self.hardware.kernel_launch_s)
 
     def own_collectives(self, vertex: Vertex, strategy: ShardingStrategy) -> list[PricedCollective]:
         """Returns what an opaque operation or a `shard_map` sends itself, with its seconds in one run.

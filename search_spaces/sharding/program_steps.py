@@ -21,6 +21,7 @@ import jax
 from cost.streams import COMPUTE, Step
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Layout, ReshardStep
+from search_spaces.sharding.coded_sums import finished_steps
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.interpreter import Flow, GraphInterpreter, ReadOperand
 from search_spaces.sharding.node_costs import NodeCosts
@@ -159,9 +160,10 @@ class _Recorder:
         self.weight = vertex.weight
         strategy = self.layout.strategies[vertex.index]
         reduced = []
-        for token, value, steps in zip(results, vertex.results, strategy.reductions, strict=True):
-            for _, group in groupby(steps, key=lambda step: step.kind):
-                token = self._send(token, value, list(group))
+        for i, (token, value) in enumerate(zip(results, vertex.results, strict=True)):
+            steps, num_coded = finished_steps(self.costs.reshard_costs.path, value, strategy, i)
+            for _, group in groupby(enumerate(steps), key=lambda step: step[0] if num_coded else step[1].kind):
+                token = self._send(token, value, [step for _, step in group])
             reduced.append(token)
         return reduced
 

@@ -41,7 +41,7 @@ from cost.base import Hardware, Link, Problem
 from cost.evaluation import checked_choice
 from cost.quantities import Quantities
 from search_spaces.base import Part
-from search_spaces.sharding.base import Edge, GivenSpec, Layout, Node, Rule
+from search_spaces.sharding.base import Coded, Edge, GivenSpec, Layout, Node, Rule
 from search_spaces.sharding.computing import Computing, computing_of
 from search_spaces.sharding.device_program import DeviceProgram
 from search_spaces.sharding.edge_costs import edges_of, transfer_matrices
@@ -101,6 +101,8 @@ class ShardingSpace:
       float8_price_s: by the index of a product's vertex, the seconds that it costs to have it in float8: those that its
         part in the loss is worth. Its strategies are there twice, first as they are and then in float8. Products that
         are not listed stay as they are.
+      code_price_s: what else may be in fewer bits, and what that costs, seconds. Of the formats of a sum the cheapest
+        one counts for each strategy, so that there are as many strategies as without.
     """
 
     graph: Graph
@@ -113,6 +115,7 @@ class ShardingSpace:
     as_program: bool = False
     loaded: frozenset[int] = frozenset()
     float8_price_s: Mapping[int, float] = field(default_factory=dict)
+    code_price_s: Mapping[Coded, float] = field(default_factory=dict)
 
     @property
     def problem(self) -> Problem:
@@ -123,6 +126,10 @@ class ShardingSpace:
         """Returns the space with these products free to run in float8; what does not depend on it is not made again."""
         has_other_products = self.float8_price_s.keys() != price_s.keys()
         return self._with({"float8_price_s": dict(price_s)}, _ON_PRICES | (_ON_NODES if has_other_products else set()))
+
+    def with_codes(self, price_s: Mapping[Coded, float]) -> "ShardingSpace":
+        """Returns the space with these sums free to be sent in fewer bits; what does not depend on it is kept."""
+        return self._with({"code_price_s": dict(price_s)}, _ON_PRICES)
 
     def with_donated(self, donated: Sequence[bool]) -> "ShardingSpace":
         """Returns the space with other arguments donated; what does not depend on it is not made again."""
@@ -182,7 +189,8 @@ class ShardingSpace:
             hub = self.hub_node.get(value.id)
             made_spec = strategies[value.vertex].results[value.result]
             value_specs.append(made_spec if hub is None else strategies[hub].results[0])
-        return make_layout(self.graph, strategies[: len(self.graph.vertices)], value_specs)
+        own = zip(self.graph.vertices, strategies, strict=False)
+        return make_layout(self.graph, [self.node_costs.finished(*pair) for pair in own], value_specs)
 
     def predict(self, choice: Sequence[int]) -> StepPrediction:
         """Returns what a choice costs as numbers for vertices and collectives; raises `ValueError` as `decode`."""
@@ -283,7 +291,15 @@ class ShardingSpace:
     def node_costs(self) -> NodeCosts:
         """What strategies cost by themselves."""
         shares = CollectiveShares(self.graph, self.hardware.exposed_share)
-        return NodeCosts(self.axis_sizes, self.hardware, self.reshard_costs, shares, self.kernels, self.float8_price_s)
+        return NodeCosts(
+            self.axis_sizes,
+            self.hardware,
+            self.reshard_costs,
+            shares,
+            self.kernels,
+            self.float8_price_s,
+            self.code_price_s,
+        )
 
     @cached_property
     def least_compute_s(self) -> float:
