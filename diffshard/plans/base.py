@@ -94,6 +94,7 @@ class Operation:
       reductions: for each result of an operation the collectives that finish its partial results, as (kind, mesh axis)
         in order; empty in plans that were saved before they were written down.
       format: "float8" where operands are rounded to it before they are multiplied; "" for what runs as it was traced.
+      sent_in: the format of the codes in which partial sums are sent, as "int8"; "" for the result's own type.
     """
 
     kind: Literal["operation", "input", "constant", "carry", "slice", "stack", "join"]
@@ -110,6 +111,7 @@ class Operation:
     next_best_s: AnyNumber = 0.0
     reductions: tuple[tuple[tuple[str, str], ...], ...] = ()
     format: Literal["", "float8"] = ""
+    sent_in: str = ""
 
 
 @dataclass(frozen=True)
@@ -220,14 +222,15 @@ class TriedShape:
 
 @dataclass(frozen=True)
 class FormatGroup:
-    """Equal products of equal layers, whose effect on the loss was measured together.
+    """Equal products of equal layers, or sums of one kind, whose effect on the loss was measured together.
 
     Attributes:
-      name: modules, line, pass and contracted dimensions; numbers of layers are left out.
-      count: products.
-      num_float8: of them in float8.
-      loss_increase: predicted for a whole training with all of them in float8; inf where a loss was not finite.
-      gain_s: seconds of a step that those in float8 gain.
+      name: of products modules, line, pass and contracted dimensions; numbers of layers are left out.
+      count: products or sums.
+      num_float8: of them in the format.
+      loss_increase: predicted for a whole training with all of them in it; inf where a loss was not finite.
+      gain_s: seconds of a step that those in the format gain.
+      format: of the group; in plans of older versions all are "float8".
     """
 
     name: str
@@ -235,6 +238,7 @@ class FormatGroup:
     num_float8: Index
     loss_increase: AmountOrInf
     gain_s: AnyNumber
+    format: str = "float8"
 
 
 @dataclass(frozen=True)

@@ -148,9 +148,10 @@ def _evaluator(
     plan: PlanData, traced_function: TracedFunction, space: ShardingSpace, mesh: Mesh | AbstractMesh
 ) -> Callable[..., Sequence[Any]]:
     layout = layout_of(plan, space)
-    if layout.rounded and plan.executor != "program":
+    if layout.in_fewer_bits and plan.executor != "program":
         raise PlanError(
-            f'The plan has {len(layout.rounded)} products in float8, which `executor` "{plan.executor}" does not keep '
+            f"The plan has {len(layout.rounded)} products in float8 and {len(layout.coded)} sums in codes, which "
+            f'`executor` "{plan.executor}" does not keep '
             'to. Take `executor="program"`, or search without `formats`.'
         )
     if plan.executor == "propagation" and any(runs_on_parts(v) for v in space.graph.operations()):

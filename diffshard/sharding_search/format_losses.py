@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffshard.sharding_search.call import ArrayType, array_types, bound_arguments, split
-from diffshard.sharding_search.number_formats import Formats, ProductGroup, groups_of
+from diffshard.sharding_search.number_formats import Formats, Group, all_groups
 from diffshard.sharding_search.options import Options
-from search_spaces.sharding.float8 import is_backward, takes_float8
+from search_spaces.sharding.base import Coded, FormatKey
+from search_spaces.sharding.float8 import is_backward
 from search_spaces.sharding.graph import Graph
-from search_spaces.sharding.number_formats import SwitchedProducts
+from search_spaces.sharding.number_formats import SwitchedFormats
 from search_spaces.sharding.space import ShardingSpace
 
 FlatCall = Sequence[Any]
@@ -49,6 +50,7 @@ class MeasuredLosses:
       options: of this function.
       types: of its flat arguments.
       paths: of its flat results.
+      num_devices: that partial sums are sent between.
 
     Raises:
       ValueError: the function trains nothing, its loss is not found, or calls do not fit it.
@@ -61,9 +63,10 @@ class MeasuredLosses:
         options: Options,
         types: Sequence[ArrayType],
         paths: Sequence[str],
+        num_devices: int = 1,
     ):
         self.formats, self.graph = formats, space.graph
-        self.groups = {group.name: group for group in groups_of(self.graph)}
+        self.groups = {group.name: group for group in all_groups(self.graph, formats.kinds)}
         _check_trains(self.graph, options.function_name)
         self._loss = loss_result(formats, self.graph, paths)
         self._calls = _flat_calls(options, types, "Formats.calls", formats.calls)
@@ -72,9 +75,10 @@ class MeasuredLosses:
             for i, run in enumerate(formats.validation_runs)
         ]
         _warn_of_equal_batches(self.graph, self._calls, self._runs)
-        vertices = [vertex for vertex in self.graph.operations() if takes_float8(vertex)]
-        self._switch = {vertex.index: number for number, vertex in enumerate(vertices)}
-        self._step = jax.jit(SwitchedProducts(self.graph, space.layout([0] * len(space.nodes)), self._switch))
+        keys = [key for group in self.groups.values() for key in group.keys]
+        self._switch = {key: number for number, key in enumerate(keys)}
+        layout = space.layout([0] * len(space.nodes))
+        self._step = jax.jit(SwitchedFormats(self.graph, layout, self._switch, space.rules, num_devices))
         self._replaced = [(i, argument) for i, argument in enumerate(self.graph.feedback) if argument is not None]
         self._exact_losses: list[float] = []
 
@@ -90,7 +94,7 @@ class MeasuredLosses:
         """Whether there are calls for looks ahead."""
         return bool(self._calls)
 
-    def increase_of(self, products: Collection[int]) -> Increase:
+    def increase_of(self, products: Collection[FormatKey]) -> Increase:
         """Returns what products in float8 together add to the loss of a whole training: inf if it is not finite then.
 
         Validation runs tell it, or else looks ahead.
@@ -108,7 +112,7 @@ class MeasuredLosses:
         ]
         return _increase(*zip(*pairs, strict=True), factor=self.formats.factor)
 
-    def increases_at(self, products: Collection[int], groups: Sequence[ProductGroup]) -> list[float]:
+    def increases_at(self, products: Collection[FormatKey], groups: Sequence[Group]) -> list[float]:
         """Measures by looks ahead what each group adds to the loss of a whole training where others are in float8.
 
         The looks begin in a training with the given products in float8. Of a group among these it is what the loss
@@ -129,22 +133,25 @@ class MeasuredLosses:
             base = self._finite(window, current, state)
             pairs = []
             for group in groups:
-                members = {vertex.index for vertex in group.vertices}
-                is_in = bool(members & current)
-                other = _late(self._run(state, window, current - members if is_in else current | members)[1])
-                pairs.append((base, other) if is_in else (other, base))
+                members = frozenset(group.keys)
+                is_in, others = bool(members & current), _without_formats_of(current, members)
+                without = base if others == current else _late(self._run(state, window, others)[1])
+                other = without if is_in else _late(self._run(state, window, others | members)[1])
+                pairs.append((base, other) if is_in else (other, without))
             losses.append(pairs)
         means = [_mean_or_inf(*zip(*pairs, strict=True)) for pairs in zip(*losses, strict=True)]
         return [max(0.0, self.formats.factor * mean) for mean in means]
 
-    def _points(self, products: Collection[int]) -> Iterator[tuple[State, Sequence[FlatCall]]]:
+    def _points(self, products: Collection[FormatKey]) -> Iterator[tuple[State, Sequence[FlatCall]]]:
         """Returns the calls of each look, and the state before them in a training with some products in float8."""
         state, at = {}, 0
         for start in self.formats.look_starts:
             state, at = self._run(state, self._calls[at:start], products)[0], start
             yield state, self._calls[start : start + self.formats.steps]
 
-    def _run(self, state: State, calls: Sequence[FlatCall], products: Collection[int]) -> tuple[State, np.ndarray]:
+    def _run(
+        self, state: State, calls: Sequence[FlatCall], products: Collection[FormatKey]
+    ) -> tuple[State, np.ndarray]:
         """Returns the state after some calls, and the loss of each."""
         switches = np.zeros(len(self._switch), bool)
         switches[[self._switch[product] for product in products]] = True
@@ -155,18 +162,26 @@ class MeasuredLosses:
             losses.append(results[self._loss])
         return state, np.array(losses, np.float64)
 
-    def _finite(self, calls: Sequence[FlatCall], products: Collection[int], state: State | None = None) -> float:
+    def _finite(self, calls: Sequence[FlatCall], products: Collection[FormatKey], state: State | None = None) -> float:
         """Returns the late loss of some calls that others are compared with."""
         share = LOOK_SHARE if state is not None else LATE_SHARE
         late = _late(self._run(state or {}, calls, products)[1], share)
         if not np.isfinite(late):
-            where = ", ".join(n for n, g in self.groups.items() if any(v.index in products for v in g.vertices))
+            where = ", ".join(n for n, g in self.groups.items() if any(key in products for key in g.keys))
             what = "A look ahead" if state is not None else "A validation run"
             raise ValueError(
                 f"{what} of {len(calls)} steps has a loss that is not finite, with {where or 'no product'} in float8. "
                 "Give calls from a later point of the training, or a smaller step."
             )
         return late
+
+
+def _without_formats_of(current: frozenset[FormatKey], members: frozenset[FormatKey]) -> frozenset[FormatKey]:
+    """Returns what is in fewer bits without some members, in whatever format they are."""
+    places = {key[:2] for key in members if isinstance(key, Coded)}
+    return frozenset(
+        key for key in current if key not in members and not (isinstance(key, Coded) and key[:2] in places)
+    )
 
 
 def _late(losses: np.ndarray, share: float = LOOK_SHARE) -> float:

@@ -3,21 +3,23 @@
 import math
 from collections.abc import Sequence
 
-from diffshard.sharding_search.number_formats import ProductGroup
+from diffshard.sharding_search.number_formats import CodeGroup, ProductGroup
+from search_spaces.sharding.base import FormatKey
 from search_spaces.sharding.float8 import is_backward
 
 _LEAST_LAYERS = 3
 """Equal products from which on the first and the last of them count as those of the first and last layers."""
 
 
-def simple_rules(groups: Sequence[ProductGroup]) -> dict[str, frozenset[int]]:
-    """Returns by name of a rule the indices of the products that it puts into float8.
+def simple_rules(groups: Sequence[ProductGroup], sums: Sequence[CodeGroup] = ()) -> dict[str, frozenset[FormatKey]]:
+    """Returns by name of a rule what it puts into fewer bits: the indices of products in float8, and sums.
 
     The head is the place of the last product of the forward pass. The first and last layers are the places of the first
     and last product, and of many equal products the first and the last.
 
     Args:
       groups: all products of a step.
+      sums: all sums of a step, of which a rule sends those of gradients in one format.
     """
     vertices = [(vertex, group.place) for group in groups for vertex in group.vertices]
     backward = min((v.position for v, _ in vertices if is_backward(v)), default=math.inf)
@@ -35,4 +37,5 @@ def simple_rules(groups: Sequence[ProductGroup]) -> dict[str, frozenset[int]]:
         "all products": products(set()),
         "all but the head": products(head),
         "all but first and last layers": products(ends, inner_only=True),
+        **{group.name: frozenset(group.keys) for group in sums if group.name.startswith("sums of gradients")},
     }

@@ -17,10 +17,11 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from cost.evaluation import evaluate
 from diffshard.deadline import Deadline
-from diffshard.sharding_search.number_formats import ProductGroup
+from diffshard.sharding_search.number_formats import CodeGroup, Group
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import fastest_choice, make_plan, solve_problem_of
 from diffshard.sharding_search.request import PlanRequest
+from search_spaces.sharding.base import FormatKey
 from search_spaces.sharding.float8_gains import gains_s, in_float8, in_own_formats
 from search_spaces.sharding.space import ShardingSpace
 
@@ -44,14 +45,14 @@ class FoundFormats(NamedTuple):
 
     Attributes:
       plan: with what is predicted of its formats.
-      products: the indices of the vertices that are in float8.
+      products: what is in fewer bits: the vertices of products in float8, and the keys of other things.
       choice: `[V]` its strategies, in the space without float8.
       bound_s: no plan within the limit is faster, by the increases that it was found with.
       bound_of_any_s: no plan is faster, whatever it does to the loss.
     """
 
     plan: Plan
-    products: frozenset[int]
+    products: frozenset[FormatKey]
     choice: np.ndarray
     bound_s: float
     bound_of_any_s: float
@@ -59,7 +60,7 @@ class FoundFormats(NamedTuple):
 
 def fastest_within(
     request: PlanRequest,
-    groups: Sequence[ProductGroup],
+    groups: Sequence[Group],
     increases: Mapping[str, float],
     limit: float,
     deadline: Deadline,
@@ -80,24 +81,24 @@ def fastest_within(
     """
     groups = [group for group in groups if np.isfinite(increases.get(group.name, np.inf))]
     losses = np.array([increases[group.name] for group in groups])
-    space = request.space.with_float8(_prices(groups, np.zeros(len(groups))))
+    space = request.space.with_formats(_prices(groups, np.zeros(len(groups))))
     bound_s, bound_of_any_s, solutions, choices = -np.inf, 0.0, [], [start]
     price, tried = 0.0, set()
     while price not in tried and len(tried) < _MOST_PRICES and not (tried and deadline.is_over(0.6)):
         tried.add(price)
-        priced = space.with_float8(_prices(groups, price * losses))
+        priced = space.with_formats(_prices(groups, price * losses))
         limited = replace(request.options, time_limit_s=deadline.remaining_s(_SEARCH_SHARE))
         begin = _with_gains(priced, choices[-1])
         solution = solve_problem_of(limited, priced.problem, priced, begin, request.progress)
         bound_s = max(bound_s, solution.lower_bound - price * limit - space.most_preference_s)
         bound_of_any_s = bound_s if price == 0 else bound_of_any_s
-        loss = predicted_increase(groups, increases, priced.layout(solution.choice).rounded)
+        loss = predicted_increase(groups, increases, priced.layout(solution.choice).in_fewer_bits)
         solutions.append(_Priced(solution.cost - price * loss, loss))
         choices.append(in_own_formats(priced, solution.choice))
         price = _next_price(solutions, limit)
     best = None
     for chosen, start in _candidates(space, groups, losses, choices, limit):
-        planned = plan_with(request, [v.index for i in chosen for v in groups[i].vertices], deadline, start)
+        planned = plan_with(request, [key for i in chosen for key in groups[i].keys], deadline, start)
         if best is None or planned[0].step_s < best[0].step_s:
             best = planned
         if len(chosen) == len(groups):  # all are free, as at the price 0
@@ -107,38 +108,39 @@ def fastest_within(
 
 
 def plan_with(
-    request: PlanRequest, allowed: Collection[int], deadline: Deadline, start: np.ndarray | None = None
-) -> tuple[Plan, frozenset[int], np.ndarray]:
+    request: PlanRequest, allowed: Collection[FormatKey], deadline: Deadline, start: np.ndarray | None = None
+) -> tuple[Plan, frozenset[FormatKey], np.ndarray]:
     """Returns the fastest plan found that may have some products in float8, those that it has, and its choice."""
-    fixed = request.space.with_float8(dict.fromkeys(allowed, 0.0))
+    fixed = request.space.with_formats(dict.fromkeys(allowed, 0.0))
     start = None if start is None else _with_gains(fixed, start)
     solution = fastest_choice(request._replace(space=fixed), deadline, start)
-    products = fixed.layout(solution.choice).rounded
+    products = fixed.layout(solution.choice).in_fewer_bits
     return make_plan(request._replace(space=fixed), solution), products, in_own_formats(fixed, solution.choice)
 
 
 def _with_gains(space: ShardingSpace, choice: np.ndarray) -> np.ndarray:
     """Returns a choice of the space without float8 with the products in it that gain more than they cost."""
-    price_s = space.float8_price_s
-    return in_float8(space, choice, [i for i, gain_s in gains_s(space, choice).items() if gain_s > price_s[i]])
+    price_s, gains = {**space.float8_price_s, **space.code_price_s}, gains_s(space, choice)
+    paying = [key for key in sorted(gains, key=lambda key: gains[key] - price_s[key]) if gains[key] > price_s[key]]
+    return in_float8(space, choice, paying)
 
 
 def predicted_increase(
-    groups: Sequence[ProductGroup], increases: Mapping[str, float], products: Collection[int]
+    groups: Sequence[Group], increases: Mapping[str, float], products: Collection[FormatKey]
 ) -> float:
     """Returns the sum of what groups add to the loss, of each the part of its products that are in float8."""
     shares = [(increases.get(group.name, 0.0), share_in(group, products)) for group in groups]
     return sum(increase * share for increase, share in shares if share)
 
 
-def share_in(group: ProductGroup, products: Collection[int]) -> float:
+def share_in(group: Group, products: Collection[FormatKey]) -> float:
     """Returns the share of a group's products that are among some, by the indices of their vertices."""
-    return sum(vertex.index in products for vertex in group.vertices) / len(group.vertices)
+    return sum(key in products for key in group.keys) / len(group.keys)
 
 
-def _prices(groups: Sequence[ProductGroup], prices: np.ndarray) -> dict[int, float]:
-    """Returns the price of each product: an equal part of its group's."""
-    return {v.index: float(p) / len(g.vertices) for g, p in zip(groups, prices, strict=True) for v in g.vertices}
+def _prices(groups: Sequence[Group], prices: np.ndarray) -> dict[FormatKey, float]:
+    """Returns the price of each product or other member: an equal part of its group's."""
+    return {key: float(p) / len(g.keys) for g, p in zip(groups, prices, strict=True) for key in g.keys}
 
 
 def _next_price(solutions: Sequence[_Priced], limit: float) -> float:
@@ -155,7 +157,7 @@ def _next_price(solutions: Sequence[_Priced], limit: float) -> float:
 
 def _candidates(
     space: ShardingSpace,
-    groups: Sequence[ProductGroup],
+    groups: Sequence[Group],
     losses: np.ndarray,
     choices: Sequence[np.ndarray],
     limit: float,
@@ -165,19 +167,29 @@ def _candidates(
     `space` has all groups free to be in float8, and `choices` are without.
     """
     of_products = [gains_s(space, choice) for choice in choices]
-    gains = [np.array([sum(max(0.0, of[v.index]) for v in group.vertices) for group in groups]) for of in of_products]
+    gains = [np.array([sum(max(0.0, of[key]) for key in group.keys) for group in groups]) for of in of_products]
     exact_s = [float(evaluate(space.problem, choice.tolist()).cost) for choice in choices]
 
     def seconds(chosen: tuple[int, ...]) -> list[float]:
         return [exact - float(gain[list(chosen)].sum()) for exact, gain in zip(exact_s, gains, strict=True)]
 
-    candidates = dict.fromkeys(best_groups(gain, losses, limit) for gain in gains)
+    places = [group.place if isinstance(group, CodeGroup) else "" for group in groups]
+    candidates = dict.fromkeys(best_groups(gain, losses, limit, places) for gain in gains)
     best = sorted(candidates, key=lambda chosen: min(seconds(chosen)))[:_MOST_CANDIDATES]
     return [(chosen, choices[int(np.argmin(seconds(chosen)))]) for chosen in best]
 
 
-def best_groups(gains: np.ndarray, losses: np.ndarray, limit: float) -> tuple[int, ...]:
-    """Returns the groups that gain most within the limit, by what each gains and costs; all if that is within it."""
+def best_groups(
+    gains: np.ndarray, losses: np.ndarray, limit: float, places: Sequence[str] | None = None
+) -> tuple[int, ...]:
+    """Returns the groups that gain most within the limit, by what each gains and costs; all if that is within it.
+
+    Args:
+      gains: of each group, seconds.
+      losses: what each adds to the loss.
+      limit: on the sum of these.
+      places: of the groups that have the same one, other than "", one is taken at most.
+    """
     if losses.sum() <= limit:
         return tuple(range(len(gains)))  # all may be in float8, and the search says which are
     if not np.any(gains > 0):
@@ -186,9 +198,15 @@ def best_groups(gains: np.ndarray, losses: np.ndarray, limit: float) -> tuple[in
         -gains / gains.max(),
         integrality=np.ones(len(gains)),
         bounds=Bounds(0, 1),
-        constraints=LinearConstraint(losses[None] / limit, -np.inf, 1.0),
+        constraints=LinearConstraint(np.array([losses / limit, *_of_places(places or ())]), -np.inf, 1.0),
     )
     taken = [] if result.x is None else np.flatnonzero((result.x > 0.5) & (gains > 0)).tolist()
     while losses[taken].sum() > limit:  # by the tolerance of the solver
         taken.remove(min(taken, key=lambda i: gains[i] / max(losses[i], 1e-300)))
     return tuple(taken)
+
+
+def _of_places(places: Sequence[str]) -> list[np.ndarray]:
+    """Returns for each place of several groups which they are, as 0 or 1."""
+    rows = [np.array([other == place for other in places], float) for place in dict.fromkeys(filter(None, places))]
+    return [row for row in rows if row.sum() > 1]

@@ -8,7 +8,8 @@ from cost.base import CollectiveKind
 from diffshard.base import PlanError
 from diffshard.plans.base import Operation, PlanData
 from search_spaces.partition_specs import IndexedSpec, indexed_spec
-from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy
+from search_spaces.sharding.base import Coded, Layout, ReshardStep, ShardingStrategy
+from search_spaces.sharding.codes import sum_formats
 from search_spaces.sharding.execution import make_layout
 from search_spaces.sharding.float8 import takes_float8
 from search_spaces.sharding.graph import Value, Vertex
@@ -56,7 +57,8 @@ def layout_of(plan: PlanData, space: ShardingSpace) -> Layout:
         strategies.append(ShardingStrategy(operands, results, parts, reductions, unreduced))
         for value, spec in zip(vertex.results, kept_specs, strict=True):
             value_specs[value.id] = spec
-    return make_layout(space.graph, strategies, value_specs).with_float8(_rounded(plan, space))
+    layout = make_layout(space.graph, strategies, value_specs).with_float8(_rounded(plan, space))
+    return layout.with_codes(_coded(plan, space))
 
 
 def _rounded(plan: PlanData, space: ShardingSpace) -> frozenset[int]:
@@ -68,6 +70,17 @@ def _rounded(plan: PlanData, space: ShardingSpace) -> frozenset[int]:
                 f"{plan.operations[i].format}, which only products of floating-point arrays can be in."
             )
     return frozenset(rounded)
+
+
+def _coded(plan: PlanData, space: ShardingSpace) -> frozenset[Coded]:
+    coded = [Coded("sum", i, operation.sent_in) for i, operation in enumerate(plan.operations) if operation.sent_in]
+    for key in coded:
+        if key.format not in sum_formats(space.graph.vertices[key.index]):
+            raise PlanError(
+                f"The plan sends the sums of {plan.operations[key.index].signature} "
+                f"({plan.operations[key.index].source}) in {key.format}, in which they cannot be."
+            )
+    return frozenset(coded)
 
 
 def has_reductions(plan: PlanData) -> bool:

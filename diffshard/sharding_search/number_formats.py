@@ -1,7 +1,7 @@
 """What a search may do to the numbers of a step: the user's limit, and the groups of products that are decided."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +10,9 @@ import numpy as np
 
 from cost.base import Hardware
 from cost.real_numbers import is_positive, real_number, whole_number
-from search_spaces.sharding.float8 import RATE, is_backward, takes_float8
+from search_spaces.sharding.base import Coded
+from search_spaces.sharding.codes import FORMATS, directions, sum_formats
+from search_spaces.sharding.float8 import FLOAT8, RATE, is_backward, takes_float8
 from search_spaces.sharding.float8_gains import most_gains_s
 from search_spaces.sharding.graph import Graph, Vertex
 from search_spaces.sharding.space import ShardingSpace
@@ -18,6 +20,9 @@ from search_spaces.sharding.space import ShardingSpace
 WHOLE_TRAINING_FACTOR = 10.0
 """How much more a format raises the loss of a whole training than of 20 steps: about that was measured with a byte GPT
 of two layers over 400 steps, for float8 as for float4."""
+KINDS = ("products", "sums")
+"""What can be in fewer bits, as `Formats.kinds` names it: products, and the sums that finish partial results."""
+_SUMS = {"gradient": "sums of gradients", "forward": "forward sums", "backward": "backward sums"}
 _LAYER_NUMBER = re.compile(r"\d+")
 _TRANSFORMATION = re.compile(r"\w+\(|\)")
 _NO_MODULES = {"", "rematted_computation", "checkpoint", "while", "body", "closed_call"}  # what JAX puts into scopes
@@ -46,6 +51,8 @@ class Formats:
       validation_runs: short trainings that judge what is found, and simple rules with it: for each training its calls,
         as `calls`. Other batches than those of `calls`, and several seeds, make them a test. An increase is then that
         of the mean loss of the last fifth of each.
+      kinds: what may be in fewer bits: "products" in float8; "sums" of partial results, as of gradients, which are sent
+        between devices in bfloat16, float8 or int8.
       measured_fn: the function that `calls` and `validation_runs` are of, where the searched one is too large for one
         device: a narrower model of the same code, whose products have the same names. None takes the searched one.
     """
@@ -60,6 +67,7 @@ class Formats:
     rounds: int = 2
     validation_runs: Sequence[Sequence[tuple[Any, ...]]] = field(default=(), repr=False)
     measured_fn: Callable[..., Any] | None = None
+    kinds: Sequence[str] = KINDS
 
     @property
     def look_starts(self) -> list[int]:
@@ -68,6 +76,26 @@ class Formats:
         if self.looks is None:
             return list(range(0, last + 1, self.steps))
         return [round(i * last / max(1, self.looks - 1)) for i in range(self.looks)]
+
+
+@dataclass(frozen=True)
+class CodeGroup:
+    """Sums, or kept arrays, that are in codes of one format or not.
+
+    Attributes:
+      name: what they are, with their format.
+      place: what they are: of the groups of one place each member is in one.
+      keys: the members, in program order.
+    """
+
+    name: str
+    place: str
+    keys: tuple[Coded, ...]
+
+    @property
+    def format(self) -> str:
+        """The format, as plans name it."""
+        return self.keys[0].format
 
 
 class ProductGroup(NamedTuple):
@@ -82,6 +110,19 @@ class ProductGroup(NamedTuple):
     name: str
     place: str
     vertices: tuple[Vertex, ...]
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """The indices of the products' vertices."""
+        return tuple(vertex.index for vertex in self.vertices)
+
+    @property
+    def format(self) -> str:
+        """The format, as plans name it."""
+        return FLOAT8
+
+
+Group = ProductGroup | CodeGroup
 
 
 def check_formats(formats: Any, hardware: Hardware) -> None:
@@ -102,6 +143,8 @@ def check_formats(formats: Any, hardware: Hardware) -> None:
         number = whole_number(value)
         if (value is not None or name != "looks") and (number is None or number < least):
             raise ValueError(f"`Formats.{name}` must be {least} or more, not {value!r}.")
+    if isinstance(formats.kinds, str) or not set(formats.kinds) <= set(KINDS) or not formats.kinds:
+        raise ValueError(f"`Formats.kinds` must be some of {', '.join(KINDS)}, not {formats.kinds!r}.")
     _check_measurements(formats)
     if formats.measured_fn is not None and not callable(formats.measured_fn):
         raise TypeError(f"`Formats.measured_fn` must be a function, not {type(formats.measured_fn).__name__}.")
@@ -140,9 +183,34 @@ def _check_measurements(formats: Formats) -> None:
 
 def product_groups(space: ShardingSpace) -> list[ProductGroup]:
     """Returns the products of a space that gain time in float8 with some strategy, without what they do to the loss."""
-    groups = groups_of(space.graph)
-    most_s = most_gains_s(space.with_float8({v.index: 0.0 for group in groups for v in group.vertices}))
-    return [group for group in groups if any(most_s[vertex.index] > 0 for vertex in group.vertices)]
+    return [group for group in gaining_groups(space, ("products",)) if isinstance(group, ProductGroup)]
+
+
+def gaining_groups(space: ShardingSpace, kinds: Collection[str]) -> list[Group]:
+    """Returns what gains time in fewer bits with some strategy, without what that does to the loss."""
+    groups = all_groups(space.graph, kinds)
+    most_s = most_gains_s(space.with_formats({key: 0.0 for group in groups for key in group.keys}))
+    return [group for group in groups if any(most_s[key] > 0 for key in group.keys)]
+
+
+def all_groups(graph: Graph, kinds: Collection[str]) -> list[Group]:
+    """Returns all that could be in fewer bits, of some of `KINDS`."""
+    of_kind = {"products": groups_of, "sums": sum_groups}
+    return [group for kind in KINDS if kind in kinds for group in of_kind[kind](graph)]
+
+
+def sum_groups(graph: Graph) -> list[CodeGroup]:
+    """Returns the sums that could be sent in fewer bits: those of gradients, forward and backward, by format."""
+    of, keys = directions(graph), {}
+    for vertex in graph.operations():
+        for name in sum_formats(vertex):
+            keys.setdefault((of[vertex.index], name), []).append(Coded("sum", vertex.index, name))
+    return [
+        CodeGroup(f"{_SUMS[direction]} in {name}", _SUMS[direction], tuple(keys[direction, name]))
+        for direction in _SUMS
+        for name in FORMATS
+        if (direction, name) in keys
+    ]
 
 
 def groups_of(graph: Graph) -> list[ProductGroup]:

@@ -346,6 +346,7 @@ def _operation(vertex: Vertex, layout: Layout, compute_s: float, axis_names: Seq
         if vertex.kind == "operation"
         else (),
         format=FLOAT8 if strategy.in_float8 else "",
+        sent_in=strategy.sent_in,
     )
 
 

@@ -142,6 +142,10 @@ class Coded(NamedTuple):
     format: str
 
 
+FormatKey = int | Coded
+"""What can be in fewer bits: a product in float8, by its vertex, or something else."""
+
+
 class Node(NamedTuple):
     """A node of the problem: a vertex of the graph, or the hub of a value that several operations read.
 
@@ -195,6 +199,11 @@ class Layout(NamedTuple):
     def rounded(self) -> frozenset[int]:
         """The indices of the products that run in float8."""
         return frozenset(i for i, strategy in enumerate(self.strategies) if strategy.in_float8)
+
+    @property
+    def in_fewer_bits(self) -> frozenset[FormatKey]:
+        """The products that run in float8, and all others that are in fewer bits."""
+        return self.rounded | self.coded
 
     @property
     def coded(self) -> frozenset[Coded]:

@@ -9,7 +9,7 @@ from cost.base import AttentionWork, Hardware, Work
 from cost.compute import equation_dtype, equation_flops, product_s, roofline_s, work_s
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Coded, Node, ReshardStep, ShardingStrategy
-from search_spaces.sharding.coded_sums import can_be_coded, finished_steps
+from search_spaces.sharding.coded_sums import finished_steps
 from search_spaces.sharding.codes import FORMATS
 from search_spaces.sharding.float8 import RATE
 from search_spaces.sharding.fusion import PICKS
@@ -105,8 +105,8 @@ class NodeCosts:
         local = self.compute_s(vertex, strategies) + self.preference_s(vertex, strategies)
         if vertex.index in self.float8_price_s:
             local += np.array([self.float8_price_s[vertex.index] if s.in_float8 else 0.0 for s in strategies])
-        finish_s = [self._with_sum_price(vertex, self.finished(vertex, s)) for s in strategies]
-        return local + np.array(finish_s) + np.array([self._own_collectives_s(vertex, s) for s in strategies])
+        local += np.array([self._sum_price_s[vertex.index][s.sent_in] if s.sent_in else 0.0 for s in strategies])
+        return local + np.array([self.reduction_s(vertex, s) + self._own_collectives_s(vertex, s) for s in strategies])
 
     def compute_s(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> np.ndarray:
         """Returns the seconds of one device's arithmetic and memory traffic in one step, `[strategies]`."""
@@ -126,10 +126,11 @@ class NodeCosts:
         if stated_s is not None:
             return np.full(len(strategies), vertex.weight * stated_s)
         in_float8 = np.array([s.in_float8 for s in strategies])
-        exact_s = self._exact_compute_s(vertex, strategies, copy_s)
+        coding_s = np.array([self._coding_s(vertex, s) for s in strategies])
+        exact_s = self._exact_compute_s(vertex, strategies, copy_s) + coding_s
         if not np.any(in_float8):
             return exact_s
-        return np.where(in_float8, self._float8_compute_s(vertex, strategies, copy_s), exact_s)
+        return np.where(in_float8, self._float8_compute_s(vertex, strategies, copy_s) + coding_s, exact_s)
 
     def _exact_compute_s(
         self, vertex: Vertex, strategies: Sequence[ShardingStrategy], copy_s: np.ndarray
@@ -186,12 +187,10 @@ class NodeCosts:
         return work_s(local_work(vertex, strategy, self.axis_sizes), self.hardware)
 
     def chosen_compute_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
-        """Returns the seconds of one strategy's arithmetic and traffic in one step, with those of encoding its sums."""
+        """Returns `compute_s` of one strategy; a plan's strategies are asked for several times."""
         key = vertex.index, strategy
         if key not in self._chosen_compute_s:
-            self._chosen_compute_s[key] = float(self.compute_s(vertex, (strategy,))[0]) + self._coding_s(
-                vertex, strategy
-            )
+            self._chosen_compute_s[key] = float(self.compute_s(vertex, (strategy,))[0])
         return self._chosen_compute_s[key]
 
     def work(self, vertex: Vertex, strategy: ShardingStrategy) -> Work | AttentionWork:
@@ -214,18 +213,6 @@ class NodeCosts:
         """Returns the seconds of arithmetic and memory traffic of one execution of each vertex, `[vertices]`."""
         pairs = zip(vertices, strategies, strict=True)
         return np.array([self.chosen_compute_s(v, s) / (v.weight or 1.0) for v, s in pairs])
-
-    def finished(self, vertex: Vertex, strategy: ShardingStrategy) -> ShardingStrategy:
-        """Returns a strategy with its partial sums in the format that costs least, of those that have a price."""
-        prices = self._sum_price_s.get(vertex.index)
-        if not prices or not can_be_coded(vertex, strategy, self.axis_sizes):
-            return strategy
-        ways = [strategy, *(strategy._replace(sent_in=name) for name in prices)]
-        return min(ways, key=lambda way: self._with_sum_price(vertex, way))
-
-    def _with_sum_price(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
-        price_s = self._sum_price_s[vertex.index][strategy.sent_in] if strategy.sent_in else 0.0
-        return self.finish_s(vertex, strategy) + price_s
 
     def finish_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
         """Returns the seconds in which partial results are finished: for collectives, and for encoding sums."""

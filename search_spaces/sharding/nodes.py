@@ -1,10 +1,11 @@
 """Which strategies a vertex of a graph may choose from: by its rule, by its kind, or by what the function fixes."""
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from search_spaces.partition_specs import IndexedSpec
-from search_spaces.sharding.base import Axes, GivenSpec, Node, Rule, ShardingStrategy
+from search_spaces.sharding.base import Axes, Coded, GivenSpec, Node, Rule, ShardingStrategy
+from search_spaces.sharding.coded_sums import can_be_coded
 from search_spaces.sharding.dimensions import in_order, interchangeable_axes, kinds_of_dimensions
 from search_spaces.sharding.edge_costs import readers_of
 from search_spaces.sharding.given import axes_with_meaning, constraint_of, fits, rank_of, shard_map_strategy
@@ -81,15 +82,35 @@ def nodes_of(
     return nodes
 
 
-def with_formats(nodes: Sequence[Node], products: Collection[int]) -> list[Node]:
-    """Returns nodes of which some products have their strategies twice: as they are, then in float8."""
-    twice: dict[int, tuple[ShardingStrategy, ...]] = {}
-    for i in products:
-        strategies = nodes[i].strategies
-        if id(strategies) not in twice:
-            twice[id(strategies)] = (*strategies, *(s._replace(in_float8=True) for s in strategies))
+def with_formats(
+    nodes: Sequence[Node], products: Collection[int], codes: Iterable[Coded], axis_sizes: tuple[int, ...]
+) -> list[Node]:
+    """Returns nodes with more strategies: of products those in float8 follow, then those that send sums as codes.
+
+    Args:
+      nodes: of a space in which nothing is in fewer bits.
+      products: those that may run in float8, by their vertices.
+      codes: what else may be in fewer bits.
+      axis_sizes: devices along each mesh axis.
+    """
+    formats: dict[int, list[str]] = {}
+    for coded in codes:
+        formats.setdefault(coded.index, []).append(coded.format)
+    more: dict[Hashable, tuple[ShardingStrategy, ...]] = {}
+    for i in {*products, *formats}:
+        vertex, strategies = nodes[i].vertex, nodes[i].strategies
+        key = id(strategies), i in products, tuple(formats.get(i, ()))
+        if key not in more:
+            if i in products:
+                strategies = (*strategies, *(s._replace(in_float8=True) for s in strategies))
+            sums = [s for s in strategies if can_be_coded(vertex, s, axis_sizes)]
+            coded = (s._replace(sent_in=name) for name in formats.get(i, ()) for s in sums)
+            more[key] = (*strategies, *coded)
     return [
-        node._replace(strategies=twice[id(node.strategies)]) if i in products else node for i, node in enumerate(nodes)
+        node._replace(strategies=more[id(node.strategies), i in products, tuple(formats.get(i, ()))])
+        if i in products or i in formats
+        else node
+        for i, node in enumerate(nodes)
     ]
 
 

@@ -8,6 +8,7 @@ maximum over the mesh axes that split it. So a product has the same numbers howe
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,9 @@ from jax import lax
 from jax.extend import core
 
 from search_spaces.replay import bind, context_of
-from search_spaces.sharding.base import Layout, ReshardStep
+from search_spaces.sharding.base import Coded, FormatKey, Layout, ReshardStep, Rule
+from search_spaces.sharding.coded_sums import sum_in_parts
+from search_spaces.sharding.codes import FORMATS
 from search_spaces.sharding.float8 import float8_dtypes
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.interpreter import GraphInterpreter, ReadOperand
@@ -41,24 +44,34 @@ class Codes(NamedTuple):
     scale: jax.Array
 
 
-class SwitchedProducts:
-    """A graph on one device, in which groups of products are in float8 or not, as an argument says.
+class SwitchedFormats:
+    """A graph on one device, in which products are in float8 or not, and sums in codes, as an argument says.
 
     It rounds as `float8_product` does, but multiplies the rounded numbers in the operands' own type, which has them
-    all. So one compiled function measures every group.
+    all; and sums as `sum_in_parts` does. So one compiled function measures every group.
 
     Args:
       graph: the traced function.
       layout: any layout; on one device specs mean nothing.
-      group_of: by the index of a vertex, the number of its group.
+      number_of: by what can be in fewer bits, the number of its switch.
+      rules: of the vertices.
+      num_devices: that share each sum.
     """
 
-    def __init__(self, graph: Graph, layout: Layout, group_of: Mapping[int, int]):
-        self.graph, self.layout, self.group_of = graph, layout.with_float8(()), group_of
+    def __init__(
+        self,
+        graph: Graph,
+        layout: Layout,
+        number_of: Mapping[FormatKey, int],
+        rules: Sequence[Rule | None] = (),
+        num_devices: int = 1,
+    ):
+        self.graph, self.layout = graph, layout.with_float8(())
+        self.number_of, self.rules, self.num_devices = number_of, rules, num_devices
 
-    def __call__(self, in_float8: jax.Array, *arguments: Any) -> list[Any]:
-        """Returns the flat results; `in_float8` is `[groups]`, of booleans."""
-        arrays = _Switched(self.group_of, in_float8)
+    def __call__(self, switches: jax.Array, *arguments: Any) -> list[Any]:
+        """Returns the flat results; `switches` are booleans."""
+        arrays = _Switched(self, switches)
         run = GraphInterpreter(self.graph, self.layout, lambda source, target: (), arrays, ProgramSchedule())
         return run(arguments, self.graph.constant_arrays)
 
@@ -66,8 +79,12 @@ class SwitchedProducts:
 class _Switched:
     """`interpreter.Arrays` on one device."""
 
-    def __init__(self, group_of: Mapping[int, int], in_float8: jax.Array):
-        self.group_of, self.in_float8 = group_of, in_float8
+    def __init__(self, program: SwitchedFormats, switches: jax.Array):
+        self.program, self.switches = program, switches
+        self.sums: dict[int, list[tuple[int, Coded]]] = {}
+        for key, number in program.number_of.items():
+            if isinstance(key, Coded) and key.kind == "sum":
+                self.sums.setdefault(key.index, []).append((number, key))
 
     def reshard(self, array: Any, value: Value, source: Any, steps: Sequence[ReshardStep]) -> Any:
         del value, source, steps
@@ -80,14 +97,29 @@ class _Switched:
     def operate(self, vertex: Vertex, read: ReadOperand) -> Sequence[Any]:
         assert vertex.equation is not None
         operands = [read(operand, ()) for operand in vertex.operands]
-        if vertex.index not in self.group_of:
-            return bind(vertex.equation, operands)
-        switch, parts = self.in_float8[self.group_of[vertex.index]], []
+        if vertex.index not in self.program.number_of:
+            return self._summed(vertex, operands, bind(vertex.equation, operands))
+        switch, parts = self.switches[self.program.number_of[vertex.index]], []
         for operand, dtype in zip(operands, float8_dtypes(vertex), strict=True):
             codes, scale = rounded(operand, dtype, ())
             parts.append((jnp.where(switch, codes.astype(operand.dtype), operand), jnp.where(switch, scale, 1.0)))
         codes, scales = zip(*parts, strict=True)
-        return _scaled(vertex, codes, scales)
+        numbers = [(code * scale).astype(code.dtype) for code, scale in parts]
+        return self._summed(vertex, numbers, _scaled(vertex, codes, scales))
+
+    def _summed(self, vertex: Vertex, operands: Sequence[Any], results: list[Any]) -> list[Any]:
+        """Returns the results, or sums of parts in the format that is switched on."""
+        rule = self.program.rules[vertex.index] if vertex.index in self.sums else None
+        if rule is None:
+            return results
+
+        def in_parts(coded: Coded) -> Any:
+            return sum_in_parts(vertex, rule, operands, self.program.num_devices, FORMATS[coded.format])[0]
+
+        (result,) = results
+        for number, coded in self.sums[vertex.index]:
+            result = lax.cond(self.switches[number], partial(in_parts, coded), lambda result=result: result)
+        return [result]
 
     def reduce(self, vertex: Vertex, results: Sequence[Any]) -> Sequence[Any]:
         del vertex

@@ -41,7 +41,7 @@ from cost.base import Hardware, Link, Problem
 from cost.evaluation import checked_choice
 from cost.quantities import Quantities
 from search_spaces.base import Part
-from search_spaces.sharding.base import Coded, Edge, GivenSpec, Layout, Node, Rule
+from search_spaces.sharding.base import Coded, Edge, GivenSpec, Layout, Node, Rule, ShardingStrategy
 from search_spaces.sharding.computing import Computing, computing_of
 from search_spaces.sharding.device_program import DeviceProgram
 from search_spaces.sharding.edge_costs import edges_of, transfer_matrices
@@ -76,7 +76,7 @@ from search_spaces.sharding.whole_work import WholeWork, whole_work
 
 _ON_PRICES = frozenset({"node_costs", "_problem", "quantities", "preference_problem", "least_compute_s"})
 """What of a space depends on the seconds of its nodes."""
-_ON_NODES = frozenset({"nodes", "alike", "usages", "_transfer_matrices"})
+_ON_NODES = frozenset({"nodes", "_strategy_numbers", "alike", "usages", "_transfer_matrices"})
 """What of a space depends on the strategies of its nodes."""
 _ON_MEMORY = frozenset({"kernels", "lifetimes", "usages"})
 """What of a space depends on when the memory of values is free."""
@@ -101,8 +101,8 @@ class ShardingSpace:
       float8_price_s: by the index of a product's vertex, the seconds that it costs to have it in float8: those that its
         part in the loss is worth. Its strategies are there twice, first as they are and then in float8. Products that
         are not listed stay as they are.
-      code_price_s: what else may be in fewer bits, and what that costs, seconds. Of the formats of a sum the cheapest
-        one counts for each strategy, so that there are as many strategies as without.
+      code_price_s: what else may be in fewer bits, and what that costs, seconds. The strategies that leave partial sums
+        are there once more for each format in which these may be sent.
     """
 
     graph: Graph
@@ -128,8 +128,15 @@ class ShardingSpace:
         return self._with({"float8_price_s": dict(price_s)}, _ON_PRICES | (_ON_NODES if has_other_products else set()))
 
     def with_codes(self, price_s: Mapping[Coded, float]) -> "ShardingSpace":
-        """Returns the space with these sums free to be sent in fewer bits; what does not depend on it is kept."""
-        return self._with({"code_price_s": dict(price_s)}, _ON_PRICES)
+        """Returns the space with these free to be in fewer bits; what does not depend on it is not made again."""
+        has_others = self.code_price_s.keys() != price_s.keys()
+        return self._with({"code_price_s": dict(price_s)}, _ON_PRICES | (_ON_NODES if has_others else set()))
+
+    def with_formats(self, price_s: Mapping[int | Coded, float]) -> "ShardingSpace":
+        """Returns the space with these products free to run in float8, by their vertices, and the others in codes."""
+        of_products = {key: price for key, price in price_s.items() if not isinstance(key, Coded)}
+        codes = {key: price for key, price in price_s.items() if isinstance(key, Coded)}
+        return self.with_float8(of_products).with_codes(codes)
 
     def with_donated(self, donated: Sequence[bool]) -> "ShardingSpace":
         """Returns the space with other arguments donated; what does not depend on it is not made again."""
@@ -150,6 +157,18 @@ class ShardingSpace:
     def strategy_names(self, node: int) -> tuple[str, ...]:
         """Returns `[S_v]` the specs of operands and results of each strategy, as `[data, -] [-, -] -> [data, -]`."""
         return tuple(strategy_name(strategy, self.axis_names) for strategy in self.nodes[node].strategies)
+
+    def strategy_numbers(self, node: int) -> dict[ShardingStrategy, int]:
+        """Returns the index of each strategy of a node."""
+        strategies = self.nodes[node].strategies
+        numbers = self._strategy_numbers
+        if id(strategies) not in numbers:
+            numbers[id(strategies)] = {strategy: s for s, strategy in enumerate(strategies)}
+        return numbers[id(strategies)]
+
+    @cached_property
+    def _strategy_numbers(self) -> dict[int, dict[ShardingStrategy, int]]:
+        return {}
 
     def decode(self, choice: Sequence[int]) -> Execution:
         """Returns the function with a choice's layout, for flat arguments, on a mesh without devices.
@@ -189,8 +208,7 @@ class ShardingSpace:
             hub = self.hub_node.get(value.id)
             made_spec = strategies[value.vertex].results[value.result]
             value_specs.append(made_spec if hub is None else strategies[hub].results[0])
-        own = zip(self.graph.vertices, strategies, strict=False)
-        return make_layout(self.graph, [self.node_costs.finished(*pair) for pair in own], value_specs)
+        return make_layout(self.graph, strategies[: len(self.graph.vertices)], value_specs)
 
     def predict(self, choice: Sequence[int]) -> StepPrediction:
         """Returns what a choice costs as numbers for vertices and collectives; raises `ValueError` as `decode`."""
@@ -227,7 +245,7 @@ class ShardingSpace:
     @cached_property
     def nodes(self) -> list[Node]:
         """One node for each vertex, in order, then the hubs."""
-        return with_formats(self._exact_nodes, self.float8_price_s.keys())
+        return with_formats(self._exact_nodes, self.float8_price_s.keys(), self.code_price_s.keys(), self.axis_sizes)
 
     @cached_property
     def _exact_nodes(self) -> list[Node]:

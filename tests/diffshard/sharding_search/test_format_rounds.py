@@ -160,7 +160,7 @@ def test_a_narrower_function_is_measured_in_place_of_the_searched_one():
     plan = search(mesh, UNLIMITED, hardware=hardware, **measured).plan(*wide)
     assert plan.formats is not None
     losses = losses_of(diffshard.Formats(UNLIMITED, **measured))
-    products = [v.index for group in losses.groups.values() for v in group.vertices]
+    products = [key for group in losses.groups.values() for key in group.keys]
     assert plan.formats.measured_increase == losses.increase_of(products).mean
     with pytest.raises(ValueError, match=r"calls\[0\]` has other arrays"):
         search(mesh, 1.0, hardware=hardware, calls=calls_of(3, 8), steps=4).plan(*wide)
@@ -226,7 +226,7 @@ def test_formats_that_diverge_are_measured_as_inf():
     losses = losses_of(diffshard.Formats(1.0, calls=calls_of(3, 4), steps=2))
     losses._run = lambda state, calls, on: (state, np.full(len(calls), np.inf if on else 1.0))  # pyright: ignore
     groups = list(losses.groups.values())
-    assert losses.increase_of([v.index for group in groups for v in group.vertices]) == (np.inf, None)
+    assert losses.increase_of([key for group in groups for key in group.keys]) == (np.inf, None)
     assert losses.increases_at((), groups) == [np.inf] * len(groups)
 
 

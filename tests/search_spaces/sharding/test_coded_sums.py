@@ -15,6 +15,7 @@ from diffshard.sharding_search.tracing import space_of, trace_function
 from search_spaces.sharding.base import Coded
 from search_spaces.sharding.coded_sums import coded_sum, sum_in_parts
 from search_spaces.sharding.codes import FORMATS, directions, narrower, sum_formats
+from search_spaces.sharding.float8_gains import gains_s, in_own_formats
 
 ROWS, WIDTH = 16, 8
 
@@ -109,9 +110,8 @@ def test_the_price_of_a_sum_in_codes_by_hand():
     strategy = next(
         s for s in space.nodes[vertex.index].strategies if [step[:2] for step in s.reductions[0]] == scattered
     )
-    costs = space.with_codes({Coded("sum", vertex.index, "int8"): 1e-4}).node_costs
-    finished = costs.finished(vertex, strategy)
-    assert finished.sent_in == "int8"
+    free, finished = space.with_codes({Coded("sum", vertex.index, "int8"): 1e-4}), strategy._replace(sent_in="int8")
+    costs = free.node_costs
     elements = width**2 / 2  # a block of 128 has a scale of 4 bytes; each device sends 3 of 4 parts
     over_hosts_s = 3 / 4 * elements * (1 + 4 / 128) * 1e-10
     in_host_s = 1 / 2 * 4 * width**2 * 1e-12
@@ -119,8 +119,10 @@ def test_the_price_of_a_sum_in_codes_by_hand():
     assert costs.reduction_s(vertex, finished) == pytest.approx(exposed_share * (over_hosts_s + in_host_s))
     coding_s = 2 * elements * 5 / space.hardware.reached_memory_bytes_per_s + 2 * space.hardware.kernel_launch_s
     assert costs.finish_s(vertex, finished) - costs.reduction_s(vertex, finished) == pytest.approx(coding_s)
-    dear = space.with_codes({Coded("sum", vertex.index, "int8"): 1.0}).node_costs
-    assert dear.finished(vertex, strategy).sent_in == ""
+    exact, coded = (free.strategy_numbers(vertex.index)[s] for s in (strategy, finished))
+    cost_s = free.problem.node_cost[vertex.index]
+    expected = costs.finish_s(vertex, finished) + 1e-4 - costs.finish_s(vertex, strategy)
+    assert cost_s[coded] - cost_s[exact] == pytest.approx(expected)
 
 
 def test_a_choice_costs_what_its_prediction_adds_up_to():
@@ -133,7 +135,16 @@ def test_a_choice_costs_what_its_prediction_adds_up_to():
         predicted = free.predict(choice)
         seconds = predicted.compute_s.sum() + sum(t.seconds for t in predicted.transfers) + predicted.preference_s.sum()
         assert evaluate(free.problem, choice).cost == pytest.approx(seconds)
-        assert evaluate(free.problem, choice).cost <= evaluate(space.problem, choice).cost * (1 + 1e-12)
+        exact = in_own_formats(free, choice)
+        gains = gains_s(free, choice)
+        for key in free.layout(choice).coded:
+            other = choice.copy()
+            other[key.index] = exact[key.index]
+            added_s = evaluate(free.problem, other).cost - evaluate(free.problem, choice).cost
+            assert gains[key] == pytest.approx(added_s, abs=1e-9)
+        assert evaluate(free.problem, exact.tolist()).cost == pytest.approx(
+            evaluate(space.problem, exact.tolist()).cost
+        )
 
 
 def test_which_sums_have_which_formats():

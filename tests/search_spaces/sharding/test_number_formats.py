@@ -17,7 +17,7 @@ from search_spaces.sharding import interpreter, messages, scheduling
 from search_spaces.sharding.edge_costs import edge_transfer_s
 from search_spaces.sharding.float8 import is_backward, takes_float8
 from search_spaces.sharding.messages import maximum_step, message_of
-from search_spaces.sharding.number_formats import SwitchedProducts
+from search_spaces.sharding.number_formats import SwitchedFormats
 from search_spaces.sharding.number_formats import rounded as round_block
 
 ROWS, WIDTH = 6, 8
@@ -75,7 +75,7 @@ def test_the_looks_ahead_have_the_numbers_of_the_program():
     products = products_of(space)
     assert [is_backward(vertex) for vertex in products] == [False, True]
     layout = space.layout([0] * len(space.nodes))
-    switched = SwitchedProducts(space.graph, layout, {v.index: i for i, v in enumerate(products)})
+    switched = SwitchedFormats(space.graph, layout, {v.index: i for i, v in enumerate(products)})
     for switches in ([True, True], [False, True], [False, False]):
         on = frozenset(v.index for v, is_on in zip(products, switches, strict=True) if is_on)
         program = space.device_program(layout.with_float8(on), mesh)
