@@ -47,7 +47,7 @@ from experiments.models.model import Model, abstract_arguments
 from experiments.tables import print_table
 from experiments.targets import MESHES
 from experiments.timeline_models import CASES
-from search_spaces.sharding.float8_gains import gains_s, in_float8
+from search_spaces.sharding.format_gains import gains_s, in_formats
 
 ANY_LOSS = 1e9
 """A limit that no increase reaches."""
@@ -95,7 +95,7 @@ def training_table(setting: Setting, steps: int, seeds: int, budgets: Sequence[f
     plans |= {f"found for {budget}": setting.plan(budget, **measures) for budget in budgets}
     rows, exact = [], []
     for name, plan in plans.items():
-        rounded = {group.name: 0.0 for group in plan.formats.groups if group.num_float8}
+        rounded = {group.name: 0.0 for group in plan.formats.groups if group.num_rounded}
         run = search(setting.small, one, free, ANY_LOSS, increases=rounded)
         losses = [trained(run, setting.training(seed, steps)) for seed in range(seeds)]
         exact, measured = exact or losses, plan.formats.measured_increase
@@ -146,14 +146,14 @@ def joint_table(setting: Setting, budgets: Sequence[float], time_limit_s: float)
         request = PlanRequest(options, traced, space, time.perf_counter())
         exact = fastest_choice(request, Deadline.from_now(time_limit_s))
         groups = [group for group in product_groups(space) if group.name in increases]
-        free = space.with_float8({v.index: 0.0 for group in groups for v in group.vertices})
+        free = space.with_formats({m: 0.0 for group in groups for m in sorted(group.members)})
         of = gains_s(free, exact.choice)
-        gains = np.array([sum(max(0.0, of[v.index]) for v in group.vertices) for group in groups])
+        gains = np.array([sum(max(0.0, of[m]) for m in group.members) for group in groups])
         exact_s, ratios = make_plan(request, exact).step_s, []
         for budget in budgets:
             losses = np.array([increases[group.name] for group in groups])
-            chosen = [v.index for i in best_groups(gains, losses, budget) for v in groups[i].vertices]
-            afterwards = in_float8(free, np.array(exact.choice), [i for i in chosen if of[i] > 0])
+            chosen = [m for i in best_groups(gains, losses, budget) for m in groups[i].members]
+            afterwards = in_formats(free, np.array(exact.choice), [m for m in chosen if of[m] > 0])
             afterwards_s = step_s(free.predict(afterwards.tolist()))
             formats = diffshard.Formats(budget, increases=increases)
             joint = diffshard.search(

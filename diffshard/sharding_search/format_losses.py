@@ -8,7 +8,7 @@ trains from its beginning, and needs none.
 
 import math
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -16,22 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffshard.sharding_search.call import ArrayType, array_types, bound_arguments, split
-from diffshard.sharding_search.number_formats import Formats, Group, all_groups
+from diffshard.sharding_search.looks import LOOK_SHARE, FlatCall, Look, State
+from diffshard.sharding_search.number_formats import Formats, ProductGroup, groups_of
 from diffshard.sharding_search.options import Options
 from search_spaces.sharding.base import Coded, FormatKey
-from search_spaces.sharding.float8 import is_backward
 from search_spaces.sharding.graph import Graph
-from search_spaces.sharding.number_formats import SwitchedFormats
+from search_spaces.sharding.number_formats import MixedProducts, SumsInParts
+from search_spaces.sharding.product_formats import FORMATS, is_backward
 from search_spaces.sharding.space import ShardingSpace
 
-FlatCall = Sequence[Any]
-"""The flat arguments of one step."""
-State = Mapping[int, Any]
-"""The arrays that results have replaced, by the number of the flat argument."""
-LOOK_SHARE = 0.5
-"""The share of a look's losses, its last ones, that are compared: the first step has the same state in both."""
 LATE_SHARE = 0.2
-"""The same for a validation run, which is long enough to be judged by its end."""
+"""The share of a validation run's losses that are compared: it is long enough to be judged by its end."""
+_HALF_WAY = 0.5
+"""The weight of a format in which the damage of errors without a mean has the slope of its increase from 0 to 1."""
 
 
 class Increase(NamedTuple):
@@ -42,7 +39,7 @@ class Increase(NamedTuple):
 
 
 class MeasuredLosses:
-    """What sets of products, by the indices of their vertices, do to the loss of a step that runs on one device.
+    """What sets of products in formats do to the loss of a step that runs on one device.
 
     Args:
       formats: has the calls and the validation runs.
@@ -50,7 +47,7 @@ class MeasuredLosses:
       options: of this function.
       types: of its flat arguments.
       paths: of its flat results.
-      num_devices: that partial sums are sent between.
+      num_devices: that share partial sums.
 
     Raises:
       ValueError: the function trains nothing, its loss is not found, or calls do not fit it.
@@ -66,7 +63,7 @@ class MeasuredLosses:
         num_devices: int = 1,
     ):
         self.formats, self.graph = formats, space.graph
-        self.groups = {group.name: group for group in all_groups(self.graph, formats.kinds)}
+        self.groups = {group.name: group for group in groups_of(self.graph, formats.products, formats.sums)}
         _check_trains(self.graph, options.function_name)
         self._loss = loss_result(formats, self.graph, paths)
         self._calls = _flat_calls(options, types, "Formats.calls", formats.calls)
@@ -75,11 +72,14 @@ class MeasuredLosses:
             for i, run in enumerate(formats.validation_runs)
         ]
         _warn_of_equal_batches(self.graph, self._calls, self._runs)
-        keys = [key for group in self.groups.values() for key in group.keys]
-        self._switch = {key: number for number, key in enumerate(keys)}
-        layout = space.layout([0] * len(space.nodes))
-        self._step = jax.jit(SwitchedFormats(self.graph, layout, self._switch, space.rules, num_devices))
-        self._replaced = [(i, argument) for i, argument in enumerate(self.graph.feedback) if argument is not None]
+        vertices = dict.fromkeys(v.index for group in self.groups.values() for v in group.vertices)
+        self._row = {vertex: row for row, vertex in enumerate(vertices)}
+        columns = [*(("product", name) for name in formats.products), *(("sum", name) for name in formats.sums)]
+        self._column = {kind_and_name: column for column, kind_and_name in enumerate(columns)}
+        layout, sums = space.layout([0] * len(space.nodes)), SumsInParts(formats.sums, space.rules, num_devices)
+        mixed = MixedProducts(self.graph, layout, self._row, [FORMATS[name] for name in formats.products], sums)
+        replaced = [(i, argument) for i, argument in enumerate(self.graph.feedback) if argument is not None]
+        self.look = Look(mixed, replaced, self._loss)
         self._exact_losses: list[float] = []
 
     @property
@@ -94,8 +94,8 @@ class MeasuredLosses:
         """Whether there are calls for looks ahead."""
         return bool(self._calls)
 
-    def increase_of(self, products: Collection[FormatKey]) -> Increase:
-        """Returns what products in float8 together add to the loss of a whole training: inf if it is not finite then.
+    def increase_of(self, products: Set[FormatKey]) -> Increase:
+        """Returns what products in formats together add to the loss of a whole training: inf if it is not finite then.
 
         Validation runs tell it, or else looks ahead.
         """
@@ -103,85 +103,130 @@ class MeasuredLosses:
             return Increase(0.0, 0.0)
         if self._runs:
             if not self._exact_losses:
-                self._exact_losses = [self._finite(run, ()) for run in self._runs]
+                self._exact_losses = [self._finite(run, frozenset()) for run in self._runs]
             losses = [self._run({}, run, products)[1] for run in self._runs]
             return _increase([_late(loss, LATE_SHARE) for loss in losses], self._exact_losses, 1.0)
         pairs = [
-            (_late(self._run(state, window, products)[1]), self._finite(window, (), state))
-            for state, window in self._points(products)
+            (_late(self._run(state, window, products)[1]), self._finite(window, frozenset(), state))
+            for state, window in self.points(products)
         ]
         return _increase(*zip(*pairs, strict=True), factor=self.formats.factor)
 
-    def increases_at(self, products: Collection[FormatKey], groups: Sequence[Group]) -> list[float]:
-        """Measures by looks ahead what each group adds to the loss of a whole training where others are in float8.
-
-        The looks begin in a training with the given products in float8. Of a group among these it is what the loss
-        falls by without it. The losses of the second half of each look are compared, and the increases of all looks
-        averaged. A group whose losses are lower on average counts as harmless: there rounding is noise. One with
-        losses that are not finite has the increase inf.
+    def increases_at(self, products: Set[FormatKey], groups: Sequence[ProductGroup]) -> list[float]:
+        """Measures what each group adds to the loss of a whole training where other products are in formats.
 
         Args:
-          products: that are in float8.
+          products: that are in formats.
           groups: of the function.
 
         Raises:
           ValueError: a loss without these groups is not finite.
         """
+        return self.increases_by_pairs(products, groups)
+
+    def increases_by_pairs(self, products: Set[FormatKey], groups: Sequence[ProductGroup]) -> list[float]:
+        """Measures each group by looks ahead: with it and without it, beside the given products.
+
+        The looks begin in a training with the given products in formats. Of a group among these it is what the loss
+        falls by without it. The losses of the second half of each look are compared, and the increases of all looks
+        averaged. A group whose losses are lower on average counts as harmless: there rounding is noise. One with
+        losses that are not finite has the increase inf.
+        """
         current = frozenset(products)
         losses = []
-        for state, window in self._points(current):
-            base = self._finite(window, current, state)
-            pairs = []
+        for state, window in self.points(current):
+            base, pairs = self._finite(window, current, state), []
             for group in groups:
-                members = frozenset(group.keys)
-                is_in, others = bool(members & current), _without_formats_of(current, members)
-                without = base if others == current else _late(self._run(state, window, others)[1])
-                other = without if is_in else _late(self._run(state, window, others | members)[1])
-                pairs.append((base, other) if is_in else (other, without))
+                without = group.without(current)
+                pair = [without | group.members, without]
+                others = (_late(self._run(state, window, p)[1]) if p != current else base for p in pair)
+                pairs.append(tuple(others))
             losses.append(pairs)
         means = [_mean_or_inf(*zip(*pairs, strict=True)) for pairs in zip(*losses, strict=True)]
         return [max(0.0, self.formats.factor * mean) for mean in means]
 
-    def _points(self, products: Collection[FormatKey]) -> Iterator[tuple[State, Sequence[FlatCall]]]:
-        """Returns the calls of each look, and the state before them in a training with some products in float8."""
+    def increases_by_gradients(self, products: Set[FormatKey], groups: Sequence[ProductGroup]) -> list[float]:
+        """Measures all groups by the derivative of a look's loss, through its updates, in the weights of formats.
+
+        A group that is measured stands half-way between exact and rounded. There the derivative of what is quadratic
+        in a weight, as the damage of errors without a mean is, is the difference between its ends. Half of the groups
+        are measured at once, and the others are as given meanwhile. The looks begin in a training with the given
+        products in formats.
+        """
+        current, sums = frozenset(products), dict.fromkeys((group.name for group in groups), 0.0)
+        for state, window in self.points(current):
+            for measured in _halves(groups):
+                weights = self._weights(current)
+                for group in measured:
+                    rows = [self._row[vertex.index] for vertex in group.vertices]
+                    weights[np.ix_(rows, self._columns_of(group.kind))] = 0.0
+                    weights[rows, self._column[group.kind, group.format]] = _HALF_WAY
+                slopes = self.look.slopes(weights, state, window)
+                for group in measured:
+                    rows = [self._row[vertex.index] for vertex in group.vertices]
+                    sums[group.name] += float(slopes[rows, self._column[group.kind, group.format]].sum())
+        num_looks = len(self.formats.look_starts)
+        return [max(0.0, self.formats.factor * total / num_looks) for total in sums.values()]
+
+    def increases_by_regression(
+        self, products: Set[FormatKey], groups: Sequence[ProductGroup], seed: int = 0
+    ) -> list[float]:
+        """Measures all groups by looks in which each is in its format or not at random, and a regression."""
+        current, coefficients = frozenset(products), []
+        rng = np.random.default_rng(seed)
+        for state, window in self.points(current):
+            rows, losses = [], []
+            for _ in range((len(groups) + 2) // 2):
+                chosen = rng.random(len(groups)) < _HALF_WAY
+                for inside in (chosen, ~chosen):
+                    members = [g.members for g, is_in in zip(groups, inside, strict=True) if is_in]
+                    rows.append(inside)
+                    losses.append(_late(self._run(state, window, frozenset().union(*members))[1]))
+            design = np.column_stack([np.array(rows, float) - _HALF_WAY, np.ones(len(rows))])
+            coefficients.append(np.linalg.lstsq(design, np.array(losses), rcond=1e-6)[0][:-1])
+        return [max(0.0, self.formats.factor * float(mean)) for mean in np.mean(coefficients, axis=0)]
+
+    def points(self, products: Set[FormatKey]) -> Iterator[tuple[State, Sequence[FlatCall]]]:
+        """Returns the calls of each look, and the state before them in a training with some products in formats."""
         state, at = {}, 0
         for start in self.formats.look_starts:
             state, at = self._run(state, self._calls[at:start], products)[0], start
             yield state, self._calls[start : start + self.formats.steps]
 
-    def _run(
-        self, state: State, calls: Sequence[FlatCall], products: Collection[FormatKey]
-    ) -> tuple[State, np.ndarray]:
-        """Returns the state after some calls, and the loss of each."""
-        switches = np.zeros(len(self._switch), bool)
-        switches[[self._switch[product] for product in products]] = True
-        state, losses = dict(state), []
-        for arguments in calls:
-            results = self._step(switches, *(state.get(i, array) for i, array in enumerate(arguments)))
-            state = {argument: results[result] for result, argument in self._replaced}
-            losses.append(results[self._loss])
-        return state, np.array(losses, np.float64)
+    def _weights(self, products: Set[FormatKey]) -> np.ndarray:
+        weights = np.zeros((len(self._row), len(self._column)), np.float32)
+        for key in products:
+            kind = key.kind if isinstance(key, Coded) else "product"
+            weights[self._row[key[0]], self._column[kind, key[1]]] = 1.0
+        return weights
 
-    def _finite(self, calls: Sequence[FlatCall], products: Collection[FormatKey], state: State | None = None) -> float:
+    def _columns_of(self, kind: str) -> list[int]:
+        return [column for (other, _), column in self._column.items() if other == kind]
+
+    def _run(self, state: State, calls: Sequence[FlatCall], products: Set[FormatKey]) -> tuple[State, np.ndarray]:
+        """Returns the state after some calls, and the loss of each."""
+        return self.look.run(self._weights(products), state, calls)
+
+    def _finite(self, calls: Sequence[FlatCall], products: Set[FormatKey], state: State | None = None) -> float:
         """Returns the late loss of some calls that others are compared with."""
         share = LOOK_SHARE if state is not None else LATE_SHARE
         late = _late(self._run(state or {}, calls, products)[1], share)
         if not np.isfinite(late):
-            where = ", ".join(n for n, g in self.groups.items() if any(key in products for key in g.keys))
+            where = ", ".join(name for name, group in self.groups.items() if group.members & products)
             what = "A look ahead" if state is not None else "A validation run"
             raise ValueError(
-                f"{what} of {len(calls)} steps has a loss that is not finite, with {where or 'no product'} in float8. "
-                "Give calls from a later point of the training, or a smaller step."
+                f"{what} of {len(calls)} steps has a loss that is not finite, with {where or 'no product'} in fewer "
+                "bits. Give calls from a later point of the training, or a smaller step."
             )
         return late
 
 
-def _without_formats_of(current: frozenset[FormatKey], members: frozenset[FormatKey]) -> frozenset[FormatKey]:
-    """Returns what is in fewer bits without some members, in whatever format they are."""
-    places = {key[:2] for key in members if isinstance(key, Coded)}
-    return frozenset(
-        key for key in current if key not in members and not (isinstance(key, Coded) and key[:2] in places)
-    )
+def _halves(groups: Sequence[ProductGroup]) -> list[list[ProductGroup]]:
+    """Returns the groups of each format in two parts, neighbours in different ones."""
+    of_format: dict[str, list[ProductGroup]] = {}
+    for group in groups:
+        of_format.setdefault(group.format, []).append(group)
+    return [part for own in of_format.values() for part in (own[::2], own[1::2]) if part]
 
 
 def _late(losses: np.ndarray, share: float = LOOK_SHARE) -> float:

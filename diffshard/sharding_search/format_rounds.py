@@ -8,7 +8,7 @@ plan whose own measured increase is within the limit is returned.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -28,13 +28,13 @@ from diffshard.sharding_search.format_search import (
     predicted_increase,
     share_in,
 )
-from diffshard.sharding_search.number_formats import Group, all_groups, gaining_groups, groups_of, sum_groups
+from diffshard.sharding_search.number_formats import ProductGroup, groups_of, product_groups
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import fastest_choice
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.tracing import space_of, trace_function
 from search_spaces.sharding.base import FormatKey
-from search_spaces.sharding.float8_gains import gains_s, in_float8
+from search_spaces.sharding.format_gains import gains_s, in_formats
 
 _EXACT_SHARE = 0.2
 """The share of the time limit in which the shardings without float8 are searched, with which the others begin."""
@@ -74,10 +74,10 @@ def find_plan_with_formats(request: PlanRequest) -> Plan:
     assert formats is not None
     if not space.as_program:
         raise ValueError("`formats` need an explicit program, and the function has operations that cannot be in one.")
-    groups = gaining_groups(space, formats.kinds)
+    groups = product_groups(space, formats.products, formats.sums)
     losses = _measured_losses(request) if formats.calls or formats.validation_runs else None
     if formats.increases is not None:
-        names = {group.name for group in all_groups(space.graph, formats.kinds)}
+        names = {group.name for group in groups_of(space.graph, formats.products, formats.sums)}
         if unknown := sorted(set(formats.increases) - names):
             raise ValueError(
                 f"`Formats.increases` names {unknown[0]!r}, which is no group of products of "
@@ -92,19 +92,18 @@ def find_plan_with_formats(request: PlanRequest) -> Plan:
         exact = fastest_choice(request, Deadline.from_now(deadline.remaining_s(_EXACT_SHARE))).choice
         found = fastest_within(request, groups, increases, formats.max_loss_increase, deadline, np.asarray(exact))
         return _with_formats(request, groups, _trial("", found, groups, increases, Increase(0.0, None)), (), "")
-    trials = _measured_trials(
-        request, groups, losses, increases, simple_rules(groups_of(space.graph), sum_groups(space.graph))
-    )
+    rules = simple_rules(groups_of(space.graph, formats.products, formats.sums))
+    trials = _measured_trials(request, groups, losses, increases, rules)
     best = _fastest_within(trials, formats.max_loss_increase)
     return _with_formats(request, groups, best, trials, losses.measured_by)
 
 
 def _measured_trials(
     request: PlanRequest,
-    groups: Sequence[Group],
+    groups: Sequence[ProductGroup],
     losses: MeasuredLosses,
     increases: dict[str, float],
-    rules: Mapping[str, Collection[FormatKey]],
+    rules: Mapping[str, Set[FormatKey]],
 ) -> list[_Trial]:
     """Returns what was found in each round, and the rules, in the order in which they were measured.
 
@@ -115,12 +114,12 @@ def _measured_trials(
     limit, solves = formats.max_loss_increase, formats.rounds + 1 + len(rules) + 2
     limit_s = request.options.time_limit_s
     known = [group for group in groups if group.name in losses.groups and group.name in increases]
-    offered = {key for group in known for key in group.keys}
+    offered = frozenset(member for group in known for member in group.members)
 
     def deadline() -> Deadline:
         return Deadline.from_now(None if limit_s is None else limit_s / solves)
 
-    def measured(products: frozenset[FormatKey]) -> Increase:
+    def measured(products: Set[FormatKey]) -> Increase:
         return losses.increase_of(_like(losses, groups, products))
 
     trials: list[_Trial] = []
@@ -135,8 +134,8 @@ def _measured_trials(
         last = _trial(f"round {number + 1}", found, groups, increases, measured(found.products))
         trials.append(last)
         if number == 0:
-            for name, products in {"nothing": (), **rules}.items():
-                plan, rounded, choice = plan_with(request, offered.intersection(products), deadline(), found.choice)
+            for name, products in {"nothing": frozenset(), **rules}.items():
+                plan, rounded, choice = plan_with(request, offered & products, deadline(), found.choice)
                 if all(rounded != trial.found.products for trial in trials):
                     rule = FoundFormats(plan, rounded, choice, found.bound_of_any_s, found.bound_of_any_s)
                     trials.append(_trial(name, rule, groups, increases, measured(rounded)))
@@ -167,41 +166,41 @@ def _measured_losses(request: PlanRequest) -> MeasuredLosses:
         traced_function = trace_function(options, first)
         space = space_of(options, traced_function)
     types = array_types(traced_function.call.arrays)
-    return MeasuredLosses(
-        formats, space, options, types, traced_function.out_paths, math.prod(request.space.axis_sizes)
-    )
+    num_devices = math.prod(request.space.axis_sizes)
+    return MeasuredLosses(formats, space, options, types, traced_function.out_paths, num_devices)
 
 
-def _increases_at(losses: MeasuredLosses, groups: Sequence[Group], products: Collection[FormatKey]) -> dict[str, float]:
-    """Returns what each group adds where some products of the measured function are in float8, by its name."""
+def _increases_at(losses: MeasuredLosses, groups: Sequence[ProductGroup], products: Set[FormatKey]) -> dict[str, float]:
+    """Returns what each group adds where some products of the measured function are in formats, by its name."""
     measured = [losses.groups[group.name] for group in groups if group.name in losses.groups]
     return dict(zip((g.name for g in measured), losses.increases_at(products, measured), strict=True))
 
 
-def _like(losses: MeasuredLosses, groups: Sequence[Group], products: Collection[FormatKey]) -> frozenset[FormatKey]:
+def _like(losses: MeasuredLosses, groups: Sequence[ProductGroup], products: Set[FormatKey]) -> frozenset[FormatKey]:
     """Returns the products of the measured function that stand for some of the searched one.
 
     They are the same where both have as many equal layers, else those at about the same depth; of each group that is in
-    float8 at least one.
+    its format at least one.
     """
     like = set()
     for group in groups:
         measured = losses.groups.get(group.name)
         if measured is not None:
-            count, last = len(measured.keys), len(group.keys) - 1
+            count, last = len(measured.vertices), len(group.vertices) - 1
             places = [round(i * last / (count - 1)) if count > 1 else last // 2 for i in range(count)]
-            pairs = zip(measured.keys, places, strict=True)
-            own = {key for key, place in pairs if group.keys[place] in products}
-            rounded = [place for place, key in enumerate(group.keys) if key in products]
+            pairs = zip(measured.vertices, places, strict=True)
+            inside = [group.member(vertex) in products for vertex in group.vertices]
+            own = {measured.member(vertex) for vertex, place in pairs if inside[place]}
+            rounded = [place for place, is_in in enumerate(inside) if is_in]
             if rounded and not own:  # between those that stand for others: the nearest one is measured
                 nearest = min(range(count), key=lambda i: min(abs(places[i] - place) for place in rounded))
-                own = {measured.keys[nearest]}
+                own = {measured.member(measured.vertices[nearest])}
             like |= own
     return frozenset(like)
 
 
 def _scaled(
-    groups: Sequence[Group], increases: Mapping[str, float], products: Collection[FormatKey], together: float
+    groups: Sequence[ProductGroup], increases: Mapping[str, float], products: Set[FormatKey], together: float
 ) -> dict[str, float]:
     """Returns increases whose sum over the products in float8 is what these were measured to add together."""
     scaled, shares = dict(increases), {g.name: share_in(g, products) for g in groups if g.name in increases}
@@ -214,13 +213,13 @@ def _scaled(
 
 
 def _trial(
-    name: str, found: FoundFormats, groups: Sequence[Group], increases: Mapping[str, float], measured: Increase
+    name: str, found: FoundFormats, groups: Sequence[ProductGroup], increases: Mapping[str, float], measured: Increase
 ) -> _Trial:
     return _Trial(name, found, increases, predicted_increase(groups, increases, found.products), *measured)
 
 
 def _with_formats(
-    request: PlanRequest, groups: Sequence[Group], best: _Trial, trials: Sequence[_Trial], measured_by: str
+    request: PlanRequest, groups: Sequence[ProductGroup], best: _Trial, trials: Sequence[_Trial], measured_by: str
 ) -> Plan:
     """Returns the plan of a trial with its bounds and what is known of its formats."""
     formats, space, found = request.options.formats, request.space, best.found
@@ -231,7 +230,7 @@ def _with_formats(
     offered = [group for group in groups if group.name in increases]
     timeline = plan.timeline
     if timeline is not None:  # the bound of the space with the chosen formats is none of other formats
-        least_s = space.with_formats({key: 0.0 for g in offered for key in g.keys}).least_compute_s
+        least_s = space.with_formats({m: 0.0 for g in offered for m in sorted(g.members)}).least_compute_s
         timeline = replace(timeline, lower_bound_s=min(least_s, timeline.lower_bound_s))
     planned = PlannedFormats(
         formats.max_loss_increase,
@@ -249,13 +248,13 @@ def _with_formats(
 
 
 def _rows(
-    request: PlanRequest, groups: Sequence[Group], increases: Mapping[str, float], found: FoundFormats
+    request: PlanRequest, groups: Sequence[ProductGroup], increases: Mapping[str, float], found: FoundFormats
 ) -> tuple[FormatGroup, ...]:
-    rows, space = [], request.space.with_formats(dict.fromkeys(found.products, 0.0))
-    gain_of = gains_s(space, in_float8(space, found.choice, found.products))
+    rows, space = [], request.space.with_formats(dict.fromkeys(sorted(found.products), 0.0))
+    gain_of = gains_s(space, in_formats(space, found.choice, found.products))
     for group in groups:
-        rounded = [key for key in group.keys if key in found.products]
-        gain_s = sum(gain_of[key] for key in rounded)
-        counts = len(group.keys), len(rounded)
-        rows.append(FormatGroup(group.name, *counts, increases[group.name], gain_s, group.format))
+        rounded = group.members & found.products
+        gain_s = sum(gain_of[product] for product in rounded)
+        counts = len(group.vertices), len(rounded)
+        rows.append(FormatGroup(group.name, *counts, increases[group.name], gain_s, group.format, group.kind))
     return tuple(sorted(rows, key=lambda row: (-row.gain_s, row.name)))

@@ -8,7 +8,7 @@ on the wrong side exceeds, and one on the right side leaves unused, is settled b
 shardings (a knapsack).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,12 +17,12 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from cost.evaluation import evaluate
 from diffshard.deadline import Deadline
-from diffshard.sharding_search.number_formats import CodeGroup, Group
+from diffshard.sharding_search.number_formats import ProductGroup
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import fastest_choice, make_plan, solve_problem_of
 from diffshard.sharding_search.request import PlanRequest
 from search_spaces.sharding.base import FormatKey
-from search_spaces.sharding.float8_gains import gains_s, in_float8, in_own_formats
+from search_spaces.sharding.format_gains import best_gains_s, gains_s, in_formats, in_own_formats
 from search_spaces.sharding.space import ShardingSpace
 
 _MOST_PRICES = 6
@@ -45,8 +45,8 @@ class FoundFormats(NamedTuple):
 
     Attributes:
       plan: with what is predicted of its formats.
-      products: what is in fewer bits: the vertices of products in float8, and the keys of other things.
-      choice: `[V]` its strategies, in the space without float8.
+      products: those that are in formats, and what else is in fewer bits.
+      choice: `[V]` its strategies, in the space without formats.
       bound_s: no plan within the limit is faster, by the increases that it was found with.
       bound_of_any_s: no plan is faster, whatever it does to the loss.
     """
@@ -60,7 +60,7 @@ class FoundFormats(NamedTuple):
 
 def fastest_within(
     request: PlanRequest,
-    groups: Sequence[Group],
+    groups: Sequence[ProductGroup],
     increases: Mapping[str, float],
     limit: float,
     deadline: Deadline,
@@ -98,7 +98,7 @@ def fastest_within(
         price = _next_price(solutions, limit)
     best = None
     for chosen, start in _candidates(space, groups, losses, choices, limit):
-        planned = plan_with(request, [key for i in chosen for key in groups[i].keys], deadline, start)
+        planned = plan_with(request, sorted(member for i in chosen for member in groups[i].members), deadline, start)
         if best is None or planned[0].step_s < best[0].step_s:
             best = planned
         if len(chosen) == len(groups):  # all are free, as at the price 0
@@ -108,10 +108,10 @@ def fastest_within(
 
 
 def plan_with(
-    request: PlanRequest, allowed: Collection[FormatKey], deadline: Deadline, start: np.ndarray | None = None
+    request: PlanRequest, allowed: Iterable[FormatKey], deadline: Deadline, start: np.ndarray | None = None
 ) -> tuple[Plan, frozenset[FormatKey], np.ndarray]:
-    """Returns the fastest plan found that may have some products in float8, those that it has, and its choice."""
-    fixed = request.space.with_formats(dict.fromkeys(allowed, 0.0))
+    """Returns the fastest plan found that may have some products in formats, those that it has, and its choice."""
+    fixed = request.space.with_formats(dict.fromkeys(sorted(allowed), 0.0))
     start = None if start is None else _with_gains(fixed, start)
     solution = fastest_choice(request._replace(space=fixed), deadline, start)
     products = fixed.layout(solution.choice).in_fewer_bits
@@ -119,28 +119,26 @@ def plan_with(
 
 
 def _with_gains(space: ShardingSpace, choice: np.ndarray) -> np.ndarray:
-    """Returns a choice of the space without float8 with the products in it that gain more than they cost."""
-    price_s, gains = {**space.float8_price_s, **space.code_price_s}, gains_s(space, choice)
-    paying = [key for key in sorted(gains, key=lambda key: gains[key] - price_s[key]) if gains[key] > price_s[key]]
-    return in_float8(space, choice, paying)
+    """Returns a choice of the space without formats with the products in them that gain more than they cost."""
+    return in_formats(space, choice, best_gains_s(space, choice))
 
 
 def predicted_increase(
-    groups: Sequence[Group], increases: Mapping[str, float], products: Collection[FormatKey]
+    groups: Sequence[ProductGroup], increases: Mapping[str, float], products: Set[FormatKey]
 ) -> float:
-    """Returns the sum of what groups add to the loss, of each the part of its products that are in float8."""
+    """Returns the sum of what groups add to the loss, of each the part of its products that are in its format."""
     shares = [(increases.get(group.name, 0.0), share_in(group, products)) for group in groups]
     return sum(increase * share for increase, share in shares if share)
 
 
-def share_in(group: Group, products: Collection[FormatKey]) -> float:
-    """Returns the share of a group's products that are among some, by the indices of their vertices."""
-    return sum(key in products for key in group.keys) / len(group.keys)
+def share_in(group: ProductGroup, products: Set[FormatKey]) -> float:
+    """Returns the share of a group's products that are among some."""
+    return len(group.members & products) / len(group.vertices)
 
 
-def _prices(groups: Sequence[Group], prices: np.ndarray) -> dict[FormatKey, float]:
-    """Returns the price of each product or other member: an equal part of its group's."""
-    return {key: float(p) / len(g.keys) for g, p in zip(groups, prices, strict=True) for key in g.keys}
+def _prices(groups: Sequence[ProductGroup], prices: np.ndarray) -> dict[FormatKey, float]:
+    """Returns the price of each product: an equal part of its group's."""
+    return {m: float(p) / len(g.vertices) for g, p in zip(groups, prices, strict=True) for m in sorted(g.members)}
 
 
 def _next_price(solutions: Sequence[_Priced], limit: float) -> float:
@@ -157,56 +155,54 @@ def _next_price(solutions: Sequence[_Priced], limit: float) -> float:
 
 def _candidates(
     space: ShardingSpace,
-    groups: Sequence[Group],
+    groups: Sequence[ProductGroup],
     losses: np.ndarray,
     choices: Sequence[np.ndarray],
     limit: float,
 ) -> list[tuple[tuple[int, ...], np.ndarray]]:
-    """Returns sets of groups in float8 that are worth a last search for their shardings, and where it begins.
+    """Returns sets of groups that are worth a last search for their shardings, and where it begins.
 
-    `space` has all groups free to be in float8, and `choices` are without.
+    `space` has all groups free to be in their formats, and `choices` are without.
     """
     of_products = [gains_s(space, choice) for choice in choices]
-    gains = [np.array([sum(max(0.0, of[key]) for key in group.keys) for group in groups]) for of in of_products]
+    gains = [np.array([sum(max(0.0, of[m]) for m in group.members) for group in groups]) for of in of_products]
+    places = [(group.kind, group.vertices[0].index) for group in groups]
+    kinds = [places.index(place) for place in places]
     exact_s = [float(evaluate(space.problem, choice.tolist()).cost) for choice in choices]
 
     def seconds(chosen: tuple[int, ...]) -> list[float]:
         return [exact - float(gain[list(chosen)].sum()) for exact, gain in zip(exact_s, gains, strict=True)]
 
-    places = [group.place if isinstance(group, CodeGroup) else "" for group in groups]
-    candidates = dict.fromkeys(best_groups(gain, losses, limit, places) for gain in gains)
+    candidates = dict.fromkeys(best_groups(gain, losses, limit, kinds) for gain in gains)
     best = sorted(candidates, key=lambda chosen: min(seconds(chosen)))[:_MOST_CANDIDATES]
     return [(chosen, choices[int(np.argmin(seconds(chosen)))]) for chosen in best]
 
 
 def best_groups(
-    gains: np.ndarray, losses: np.ndarray, limit: float, places: Sequence[str] | None = None
+    gains: np.ndarray, losses: np.ndarray, limit: float, kinds: Sequence[int] | None = None
 ) -> tuple[int, ...]:
     """Returns the groups that gain most within the limit, by what each gains and costs; all if that is within it.
 
     Args:
-      gains: of each group, seconds.
-      losses: what each adds to the loss.
-      limit: on the sum of these.
-      places: of the groups that have the same one, other than "", one is taken at most.
+      gains: `[groups]` seconds.
+      losses: `[groups]` what each adds to the loss.
+      limit: on the sum of losses.
+      kinds: `[groups]` numbers, equal for groups of the same products in several formats, of which one is taken. None
+        where all have others.
     """
     if losses.sum() <= limit:
         return tuple(range(len(gains)))  # all may be in float8, and the search says which are
     if not np.any(gains > 0):
         return ()
+    of_kind = np.arange(len(gains)) if kinds is None else np.asarray(kinds)
+    one_each = (of_kind == np.unique(of_kind)[:, None]).astype(float)
     result = milp(
         -gains / gains.max(),
         integrality=np.ones(len(gains)),
         bounds=Bounds(0, 1),
-        constraints=LinearConstraint(np.array([losses / limit, *_of_places(places or ())]), -np.inf, 1.0),
+        constraints=LinearConstraint(np.concatenate([losses[None] / limit, one_each]), -np.inf, 1.0),
     )
     taken = [] if result.x is None else np.flatnonzero((result.x > 0.5) & (gains > 0)).tolist()
     while losses[taken].sum() > limit:  # by the tolerance of the solver
         taken.remove(min(taken, key=lambda i: gains[i] / max(losses[i], 1e-300)))
     return tuple(taken)
-
-
-def _of_places(places: Sequence[str]) -> list[np.ndarray]:
-    """Returns for each place of several groups which they are, as 0 or 1."""
-    rows = [np.array([other == place for other in places], float) for place in dict.fromkeys(filter(None, places))]
-    return [row for row in rows if row.sum() > 1]

@@ -1,28 +1,31 @@
 """What a search may do to the numbers of a step: the user's limit, and the groups of products that are decided."""
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from cost.base import Hardware
 from cost.real_numbers import is_positive, real_number, whole_number
-from search_spaces.sharding.base import Coded
-from search_spaces.sharding.codes import FORMATS, directions, sum_formats
-from search_spaces.sharding.float8 import FLOAT8, RATE, is_backward, takes_float8
-from search_spaces.sharding.float8_gains import most_gains_s
+from search_spaces.sharding.base import Coded, FormatKey
+from search_spaces.sharding.codes import FORMATS as CODES
+from search_spaces.sharding.codes import directions, sums_in
+from search_spaces.sharding.format_gains import most_gains_s
 from search_spaces.sharding.graph import Graph, Vertex
+from search_spaces.sharding.product_formats import FORMATS, is_backward, takes
 from search_spaces.sharding.space import ShardingSpace
 
 WHOLE_TRAINING_FACTOR = 10.0
 """How much more a format raises the loss of a whole training than of 20 steps: about that was measured with a byte GPT
 of two layers over 400 steps, for float8 as for float4."""
-KINDS = ("products", "sums")
-"""What can be in fewer bits, as `Formats.kinds` names it: products, and the sums that finish partial results."""
-_SUMS = {"gradient": "sums of gradients", "forward": "forward sums", "backward": "backward sums"}
+GRADIENTS = "sums of gradients"
+"""The place of their group."""
+_SUMS = {"gradient": GRADIENTS, "forward": "forward sums", "backward": "backward sums"}
+"""What groups of sums are called, by their direction."""
 _LAYER_NUMBER = re.compile(r"\d+")
 _TRANSFORMATION = re.compile(r"\w+\(|\)")
 _NO_MODULES = {"", "rematted_computation", "checkpoint", "while", "body", "closed_call"}  # what JAX puts into scopes
@@ -51,10 +54,13 @@ class Formats:
       validation_runs: short trainings that judge what is found, and simple rules with it: for each training its calls,
         as `calls`. Other batches than those of `calls`, and several seeds, make them a test. An increase is then that
         of the mean loss of the last fifth of each.
-      kinds: what may be in fewer bits: "products" in float8; "sums" of partial results, as of gradients, which are sent
-        between devices in bfloat16, float8 or int8.
       measured_fn: the function that `calls` and `validation_runs` are of, where the searched one is too large for one
         device: a narrower model of the same code, whose products have the same names. None takes the searched one.
+      products: the formats that products may be in, besides their own: "float8" (with a scale for each tensor),
+        "float8_rows" and "int8" (a scale for each row of what is contracted), "float4" (e2m1, a scale for 32 numbers).
+        The hardware must have the rate of each.
+      sums: the formats of codes in which partial sums, as those of gradients, may be sent between devices: "bfloat16",
+        "float8", "int8" and "int4". Of those with as many bits as the sums themselves nothing is sent.
     """
 
     max_loss_increase: float
@@ -67,7 +73,8 @@ class Formats:
     rounds: int = 2
     validation_runs: Sequence[Sequence[tuple[Any, ...]]] = field(default=(), repr=False)
     measured_fn: Callable[..., Any] | None = None
-    kinds: Sequence[str] = KINDS
+    products: Sequence[str] = ("float8",)
+    sums: Sequence[str] = ()
 
     @property
     def look_starts(self) -> list[int]:
@@ -78,51 +85,37 @@ class Formats:
         return [round(i * last / max(1, self.looks - 1)) for i in range(self.looks)]
 
 
-@dataclass(frozen=True)
-class CodeGroup:
-    """Sums, or kept arrays, that are in codes of one format or not.
-
-    Attributes:
-      name: what they are, with their format.
-      place: what they are: of the groups of one place each member is in one.
-      keys: the members, in program order.
-    """
-
-    name: str
-    place: str
-    keys: tuple[Coded, ...]
-
-    @property
-    def format(self) -> str:
-        """The format, as plans name it."""
-        return self.keys[0].format
-
-
 class ProductGroup(NamedTuple):
-    """Products of equal layers that have equal places there.
+    """Products of equal layers that have equal places there, in one format; or all partial sums of one direction.
 
     Attributes:
-      name: its place, the pass, and the contracted dimensions of both operands.
-      place: modules and line without numbers of layers.
-      vertices: the products, in program order.
+      name: its place, the pass, and the contracted dimensions of both operands; then the format, unless it is float8.
+        Of sums their direction and the format.
+      place: modules and line without numbers of layers; of sums their direction.
+      vertices: the operations, in program order.
+      format: the name of the format.
+      kind: "product" or "sum".
     """
 
     name: str
     place: str
     vertices: tuple[Vertex, ...]
+    format: str
+    kind: Literal["product", "sum"] = "product"
 
     @property
-    def keys(self) -> tuple[int, ...]:
-        """The indices of the products' vertices."""
-        return tuple(vertex.index for vertex in self.vertices)
+    def members(self) -> frozenset[FormatKey]:
+        """The operations in the format."""
+        return frozenset(map(self.member, self.vertices))
 
-    @property
-    def format(self) -> str:
-        """The format, as plans name it."""
-        return FLOAT8
+    def member(self, vertex: Vertex) -> FormatKey:
+        """Returns an operation in the format of the group."""
+        return (vertex.index, self.format) if self.kind == "product" else Coded(vertex.index, self.format, self.kind)
 
-
-Group = ProductGroup | CodeGroup
+    def without(self, keys: Iterable[FormatKey]) -> frozenset[FormatKey]:
+        """Returns what of some keys is not of these operations, in whatever format."""
+        own = {vertex.index for vertex in self.vertices}
+        return frozenset(k for k in keys if k[0] not in own or isinstance(k, Coded) != (self.kind != "product"))
 
 
 def check_formats(formats: Any, hardware: Hardware) -> None:
@@ -143,17 +136,35 @@ def check_formats(formats: Any, hardware: Hardware) -> None:
         number = whole_number(value)
         if (value is not None or name != "looks") and (number is None or number < least):
             raise ValueError(f"`Formats.{name}` must be {least} or more, not {value!r}.")
-    if isinstance(formats.kinds, str) or not set(formats.kinds) <= set(KINDS) or not formats.kinds:
-        raise ValueError(f"`Formats.kinds` must be some of {', '.join(KINDS)}, not {formats.kinds!r}.")
     _check_measurements(formats)
     if formats.measured_fn is not None and not callable(formats.measured_fn):
         raise TypeError(f"`Formats.measured_fn` must be a function, not {type(formats.measured_fn).__name__}.")
-    rates = hardware.flops_per_s
-    if not isinstance(rates, Mapping) or RATE not in rates:
-        names = sorted(rates) if isinstance(rates, Mapping) else ["one rate for all"]
+    _check_products(formats.products, hardware)
+    _check_names("sums", formats.sums, CODES)
+    if not (formats.products or formats.sums):
+        raise ValueError("`Formats.products` and `Formats.sums` are both empty: give the formats of one of them.")
+
+
+def _check_products(products: Any, hardware: Hardware) -> None:
+    """Checks the formats of products against what there is and what the hardware multiplies."""
+    _check_names("products", products, FORMATS)
+    rates = hardware.flops_per_s if isinstance(hardware.flops_per_s, Mapping) else {}
+    if lacking := [name for name in products if FORMATS[name].rate not in rates]:
+        able = ", ".join(name for name, to in FORMATS.items() if to.rate in rates) or "none of the formats"
+        has = ", ".join(sorted(rates)) or "one rate for all"
         raise ValueError(
-            f"`hardware` {hardware.name!r} has no rate for {RATE}, which `formats` needs; it has {', '.join(names)}."
+            f"`hardware` {hardware.name!r} has no rate for {FORMATS[lacking[0]].rate}, which products in "
+            f"{lacking[0]} need: it has {has}, so that `Formats.products` may have {able}."
         )
+
+
+def _check_names(field: str, names: Any, known: Collection[str]) -> None:
+    if not isinstance(names, Sequence) or isinstance(names, str):
+        raise TypeError(f"`Formats.{field}` must be a list or tuple of formats, not {names!r}.")
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"`Formats.{field}` has {unknown[0]!r}, which is no format; there are {', '.join(known)}.")
+    if len(set(names)) < len(names):
+        raise ValueError(f"`Formats.{field}` must have each format once, not {list(names)}.")
 
 
 def _check_measurements(formats: Formats) -> None:
@@ -181,45 +192,37 @@ def _check_measurements(formats: Formats) -> None:
             raise ValueError(f"`Formats.validation_runs[{number}]` must have 2 calls or more, not {len(run)}.")
 
 
-def product_groups(space: ShardingSpace) -> list[ProductGroup]:
-    """Returns the products of a space that gain time in float8 with some strategy, without what they do to the loss."""
-    return [group for group in gaining_groups(space, ("products",)) if isinstance(group, ProductGroup)]
+def product_groups(
+    space: ShardingSpace, formats: Sequence[str] = ("float8",), sums: Sequence[str] = ()
+) -> list[ProductGroup]:
+    """Returns the products and sums of a space that gain time in formats with some strategy, whatever the loss does."""
+    groups = groups_of(space.graph, formats, sums)
+    most_s = most_gains_s(space.with_formats({member: 0.0 for group in groups for member in sorted(group.members)}))
+    return [group for group in groups if any(most_s[member] > 0 for member in group.members)]
 
 
-def gaining_groups(space: ShardingSpace, kinds: Collection[str]) -> list[Group]:
-    """Returns what gains time in fewer bits with some strategy, without what that does to the loss."""
-    groups = all_groups(space.graph, kinds)
-    most_s = most_gains_s(space.with_formats({key: 0.0 for group in groups for key in group.keys}))
-    return [group for group in groups if any(most_s[key] > 0 for key in group.keys)]
-
-
-def all_groups(graph: Graph, kinds: Collection[str]) -> list[Group]:
-    """Returns all that could be in fewer bits, of some of `KINDS`."""
-    of_kind = {"products": groups_of, "sums": sum_groups}
-    return [group for kind in KINDS if kind in kinds for group in of_kind[kind](graph)]
-
-
-def sum_groups(graph: Graph) -> list[CodeGroup]:
-    """Returns the sums that could be sent in fewer bits: those of gradients, forward and backward, by format."""
-    of, keys = directions(graph), {}
-    for vertex in graph.operations():
-        for name in sum_formats(vertex):
-            keys.setdefault((of[vertex.index], name), []).append(Coded("sum", vertex.index, name))
+def groups_of(graph: Graph, formats: Sequence[str] = ("float8",), sums: Sequence[str] = ()) -> list[ProductGroup]:
+    """Returns all products that could be in formats: of each format in the order of the program; then all sums."""
+    groups: dict[tuple[str, str, str], list[Vertex]] = {}
+    for name in formats:
+        for vertex in graph.operations():
+            if takes(vertex, name):
+                groups.setdefault((*_name_and_place(vertex), name), []).append(vertex)
     return [
-        CodeGroup(f"{_SUMS[direction]} in {name}", _SUMS[direction], tuple(keys[direction, name]))
-        for direction in _SUMS
-        for name in FORMATS
-        if (direction, name) in keys
-    ]
+        ProductGroup(f"{place_and_dims} {name}" if name != "float8" else place_and_dims, place, tuple(vertices), name)
+        for (place_and_dims, place, name), vertices in groups.items()
+    ] + _sum_groups(graph, sums)
 
 
-def groups_of(graph: Graph) -> list[ProductGroup]:
-    """Returns all products that could be in float8, in the order of the program."""
+def _sum_groups(graph: Graph, formats: Sequence[str]) -> list[ProductGroup]:
+    """Returns the partial sums that could be sent in formats, those of gradients, forward and backward apart."""
+    direction_of = directions(graph) if formats else ()
     groups: dict[tuple[str, str], list[Vertex]] = {}
-    for vertex in graph.operations():
-        if takes_float8(vertex):
-            groups.setdefault(_name_and_place(vertex), []).append(vertex)
-    return [ProductGroup(*names, tuple(vertices)) for names, vertices in groups.items()]
+    for direction, name in product(_SUMS, formats):
+        for vertex in graph.operations():
+            if direction_of[vertex.index] == direction and sums_in(vertex, name):
+                groups.setdefault((_SUMS[direction], name), []).append(vertex)
+    return [ProductGroup(f"{place} in {name}", place, tuple(v), name, "sum") for (place, name), v in groups.items()]
 
 
 def _name_and_place(vertex: Vertex) -> tuple[str, str]:

@@ -19,17 +19,17 @@ from search_spaces.partition_specs import IndexedSpec, named_spec, partition_spe
 from search_spaces.replay import bind
 from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy
 from search_spaces.sharding.coded_sums import coded_sum, finish_sum
-from search_spaces.sharding.codes import FORMATS
-from search_spaces.sharding.float8 import float8_dtypes
+from search_spaces.sharding.codes import FORMATS as CODES
 from search_spaces.sharding.given import rank_of
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.interpreter import GraphInterpreter, ReadOperand
 from search_spaces.sharding.local_blocks import Blocks, context_of_blocks
 from search_spaces.sharding.local_operations import LocalCall, combiner, run_local, unpadded, untyped_parameters
-from search_spaces.sharding.number_formats import Codes, float8_product, rounded
+from search_spaces.sharding.number_formats import Codes, formatted_product, rounded
+from search_spaces.sharding.product_formats import FORMATS
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.schedule import ProgramSchedule
-from search_spaces.sharding.spec import axes_in, replicated_spec
+from search_spaces.sharding.spec import replicated_spec
 from search_spaces.sharding.whole_operations import whole_operations
 
 
@@ -86,8 +86,8 @@ class DeviceProgram:
         strategy = self.layout.strategies[vertex.index]
         if not self._runs_whole(vertex):
             call = LocalCall(vertex, strategy, self.blocks)
-            if strategy.in_float8:
-                return _checked(call, float8_product(vertex, self._float8_operands(call, read)))
+            if strategy.format:
+                return _checked(call, formatted_product(vertex, self._rounded_operands(call, read)))
             operands = [read(operand, spec) for operand, spec in zip(vertex.operands, strategy.operands, strict=True)]
             return _checked(call, run_local(call, operands))
         assert vertex.equation is not None
@@ -98,7 +98,7 @@ class DeviceProgram:
             for array, value, spec in zip(results, vertex.results, strategy.results, strict=True)
         ]
 
-    def _float8_operands(self, call: LocalCall, read: ReadOperand) -> list[Codes]:
+    def _rounded_operands(self, call: LocalCall, read: ReadOperand) -> list[Codes]:
         """Returns the blocks of a product's operands, rounded on their way or here."""
         specs = call.strategy.operands
         operands = [read(o, spec, i) for i, (o, spec) in enumerate(zip(call.vertex.operands, specs, strict=True))]
@@ -110,8 +110,9 @@ class DeviceProgram:
 
     def encode(self, array: Any, vertex: Vertex, position: int, spec: IndexedSpec) -> Codes:
         """Rounds a block of an operand, which has a spec, to the format in which a product reads it."""
-        axes = [self.blocks.axis_names[axis] for axis in sorted(axes_in(spec))]
-        return rounded(array, float8_dtypes(vertex)[position], axes)
+        to = FORMATS[self.layout.strategies[vertex.index].format]
+        axes = [self.blocks.axis_names[axis] for axis in to.maxima(vertex, position, spec)]
+        return rounded(array, vertex, position, to, axes)
 
     def reduce(self, vertex: Vertex, results: Sequence[Any]) -> Sequence[Any]:
         """Finishes the reduction of an operation on blocks."""
@@ -129,7 +130,7 @@ class DeviceProgram:
         """Finishes the partial sums of an operation's only result on codes."""
         steps = strategy.reductions[0]
         num_exact = coded_sum(self.path, vertex.results[0], steps, strategy.sent_in).num_exact
-        return finish_sum(self.blocks, block, strategy.unreduced[0], steps, num_exact, FORMATS[strategy.sent_in])
+        return finish_sum(self.blocks, block, strategy.unreduced[0], steps, num_exact, CODES[strategy.sent_in])
 
     def _runs_whole(self, vertex: Vertex) -> bool:
         return vertex.index in self.whole_operations

@@ -15,7 +15,7 @@ from search_spaces.sharding.coded_sums import finished_steps
 from search_spaces.sharding.edge_costs import read_spec, readers_of
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.memory_use import MemoryUse
-from search_spaces.sharding.messages import MAXIMUM_BYTES, message_of
+from search_spaces.sharding.messages import message_of
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.opaque.operations import name_of
 
@@ -192,12 +192,12 @@ def _transfers(
             target = read_spec(nodes[edge.reader], edge.operand, choice[edge.reader])
             vertex, hub = nodes[edge.reader].vertex.index, nodes[edge.reader].hub
             reader = vertex if hub is None else None
-            in_float8 = nodes[edge.reader].strategies[choice[edge.reader]].in_float8
-            message = message_of(reshard_costs.path, edge.value, source, target, in_float8=in_float8)
+            read_by = nodes[edge.reader].vertex, edge.operand, nodes[edge.reader].strategies[choice[edge.reader]].format
+            message = message_of(reshard_costs.path, edge.value, source, target, *read_by)
             for axis in message.maxima:
-                link_s = edge.weight * reshard_costs.maximum_s(axis)
+                link_s = edge.weight * reshard_costs.maximum_s(axis, message.maxima_bytes)
                 waited_s = (costs.shares.exposed(edge.value) if message.is_coded else 1.0) * link_s
-                sent = "all_reduce", axis_names[axis], MAXIMUM_BYTES, edge.weight, waited_s, link_s
+                sent = "all_reduce", axis_names[axis], message.maxima_bytes, edge.weight, waited_s, link_s
                 transfers.append(Transfer(*sent, vertex, edge.reader, edge.value.vertex, vertex))
             steps = reshard_costs.path(source, target)
             add(steps, edge.value, edge.weight, vertex, edge.reader, reader, message.num_bytes)

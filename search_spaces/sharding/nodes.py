@@ -1,6 +1,6 @@
 """Which strategies a vertex of a graph may choose from: by its rule, by its kind, or by what the function fixes."""
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from search_spaces.partition_specs import IndexedSpec
@@ -83,35 +83,33 @@ def nodes_of(
 
 
 def with_formats(
-    nodes: Sequence[Node], products: Collection[int], codes: Iterable[Coded], axis_sizes: tuple[int, ...]
+    nodes: Sequence[Node],
+    formats_of: Mapping[int, Sequence[str]],
+    codes: Iterable[Coded],
+    axis_sizes: tuple[int, ...],
 ) -> list[Node]:
-    """Returns nodes with more strategies: of products those in float8 follow, then those that send sums as codes.
+    """Returns nodes with more strategies: those of products again for each format, then those that send sums as codes.
 
     Args:
       nodes: of a space in which nothing is in fewer bits.
-      products: those that may run in float8, by their vertices.
+      formats_of: those of products, by their vertices.
       codes: what else may be in fewer bits.
       axis_sizes: devices along each mesh axis.
     """
-    formats: dict[int, list[str]] = {}
+    codes_of: dict[int, list[str]] = {}
     for coded in codes:
-        formats.setdefault(coded.index, []).append(coded.format)
-    more: dict[Hashable, tuple[ShardingStrategy, ...]] = {}
-    for i in {*products, *formats}:
-        vertex, strategies = nodes[i].vertex, nodes[i].strategies
-        key = id(strategies), i in products, tuple(formats.get(i, ()))
-        if key not in more:
-            if i in products:
-                strategies = (*strategies, *(s._replace(in_float8=True) for s in strategies))
-            sums = [s for s in strategies if can_be_coded(vertex, s, axis_sizes)]
-            coded = (s._replace(sent_in=name) for name in formats.get(i, ()) for s in sums)
-            more[key] = (*strategies, *coded)
-    return [
-        node._replace(strategies=more[id(node.strategies), i in products, tuple(formats.get(i, ()))])
-        if i in products or i in formats
-        else node
-        for i, node in enumerate(nodes)
-    ]
+        codes_of.setdefault(coded.vertex, []).append(coded.format)
+    made: dict[Hashable, tuple[ShardingStrategy, ...]] = {}
+    formatted = list(nodes)
+    for i in {**formats_of, **codes_of}:
+        own, names, sent_in = nodes[i].strategies, formats_of.get(i, ()), codes_of.get(i, ())
+        key = id(own), tuple(names), tuple(sent_in)
+        if key not in made:
+            products = tuple(s._replace(format=name) for name in ("", *names) for s in own)
+            sums = [s for s in products if can_be_coded(nodes[i].vertex, s, axis_sizes)]
+            made[key] = (*products, *(s._replace(sent_in=name) for name in sent_in for s in sums))
+        formatted[i] = nodes[i]._replace(strategies=made[key])
+    return formatted
 
 
 def _new_results(graph: Graph) -> frozenset[int]:

@@ -1,9 +1,10 @@
-"""Products in float8: their operands are rounded to 8 bits, and multiplied at the rate that a device has for these.
+"""Products in fewer bits: their operands are rounded, and multiplied at the rate that a device has for that.
 
-Most of a training step's arithmetic is in products, and GPUs multiply float8 numbers twice as fast as bfloat16. An
-operand is divided by a scale, so that its largest magnitude is the largest number of the format, and rounded; the
-products are summed in float32 and multiplied by both scales. The largest magnitude is that of the whole tensor: the
-maximum over the mesh axes that split it. So a product has the same numbers however it is sharded.
+Most of a training step's arithmetic is in products, and GPUs multiply numbers of 8 bits twice as fast as bfloat16. An
+operand is divided by scales, so that the largest magnitude of what shares a scale is the largest number of the format,
+and rounded; the products are summed in float32 and multiplied by the scales. A largest magnitude is that of the whole
+tensor, row or block: the maximum over the mesh axes that split it. So a product has the same numbers however it is
+sharded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,78 +14,160 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core
 
 from search_spaces.replay import bind, context_of
-from search_spaces.sharding.base import Coded, FormatKey, Layout, ReshardStep, Rule
+from search_spaces.sharding.base import Layout, ReshardStep, Rule
 from search_spaces.sharding.coded_sums import sum_in_parts
-from search_spaces.sharding.codes import FORMATS
-from search_spaces.sharding.float8 import float8_dtypes
+from search_spaces.sharding.codes import FORMATS as CODES
+from search_spaces.sharding.codes import sums_in
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.interpreter import GraphInterpreter, ReadOperand
+from search_spaces.sharding.product_formats import BLOCK, ProductFormat, contracted, takes, takes_formats
 from search_spaces.sharding.schedule import ProgramSchedule
 
 
-def float8_product(vertex: Vertex, operands: Sequence["Codes"]) -> list[Any]:
-    """Returns the product of a vertex that `takes_float8`, of one device's blocks of rounded operands."""
-    codes, scales = zip(*operands, strict=True)
-    return _scaled(vertex, codes, scales)
-
-
 class Codes(NamedTuple):
-    """A block of an array that is rounded to 8 bits.
+    """A block of an array that is rounded.
 
     Attributes:
       codes: the block.
-      scale: by which the numbers of the whole array have to be multiplied, float32.
+      scale: by which its numbers have to be multiplied: float32, a number or with 1 in place of each contracted
+        dimension; of blocks float8_e8m0fnu, which has powers of 2, with one for each block of the last one.
     """
 
     codes: jax.Array
     scale: jax.Array
 
 
-class SwitchedFormats:
-    """A graph on one device, in which products are in float8 or not, and sums in codes, as an argument says.
+def rounded(array: Any, vertex: Vertex, position: int, to: ProductFormat, axes: Sequence[str]) -> Codes:
+    """Returns an operand of a product in a format.
 
-    It rounds as `float8_product` does, but multiplies the rounded numbers in the operands' own type, which has them
-    all; and sums as `sum_in_parts` does. So one compiled function measures every group.
+    Args:
+      array: a block.
+      vertex: the product.
+      position: of the operand.
+      to: the format.
+      axes: names of the mesh axes that split what shares a scale.
+    """
+    dims, dtype = contracted(vertex, position), to.dtypes(vertex)[position]
+    largest = float(jnp.iinfo(dtype).max if dtype == jnp.int8 else jnp.finfo(dtype).max)
+    if to.scaled == "block":
+        return _rounded_blocks(array, dims[-1], dtype, largest)
+    over = dims if to.scaled == "row" else None
+    most = jnp.max(jnp.abs(array), axis=over, keepdims=over is not None, initial=0).astype(jnp.float32)
+    most = lax.pmax(most, tuple(axes)) if axes else most
+    least = float(jnp.finfo(jnp.float32).smallest_normal)  # smaller scales are 0 where subnormal numbers are flushed
+    scale = jnp.where(most > 0, jnp.maximum(most / largest, least), 1.0)
+    scale = jnp.where(jnp.isfinite(most), scale, jnp.nan)  # what has no scale stays visible in the product
+    numbers = array.astype(jnp.float32) / scale
+    numbers = jnp.round(numbers) if dtype == jnp.int8 else numbers
+    # The division may round to just beyond the largest number, which the format does not have.
+    return Codes(jnp.clip(numbers, -largest, largest).astype(dtype), scale)
+
+
+def _rounded_blocks(array: Any, dim: int, dtype: Any, largest: float) -> Codes:
+    """Rounds blocks along a dimension; their scales are powers of 2 that let no number be too large."""
+    shape = array.shape
+    blocks = array.astype(jnp.float32).reshape(*shape[:dim], -1, BLOCK, *shape[dim + 1 :])
+    most = jnp.max(jnp.abs(blocks), axis=dim + 1, keepdims=True)
+    mantissa, exponent = jnp.frexp(most / largest)
+    exponent = jnp.clip(exponent - (mantissa == 0.5), -126, 127)
+    scale = jnp.where(most > 0, jnp.ldexp(jnp.ones_like(most), exponent), 1.0)
+    scale = jnp.where(jnp.isfinite(most), scale, jnp.nan)
+    numbers = jnp.clip(blocks / scale, -largest, largest)
+    # Some of XLA's emitters convert in two steps, which rounds what is near a tie twice. These numbers are on the grid.
+    step = jnp.where(jnp.abs(numbers) < 2, 0.5, jnp.where(jnp.abs(numbers) < 4, 1.0, 2.0))
+    codes = (jnp.round(numbers / step) * step).reshape(shape).astype(dtype)
+    return Codes(codes, jnp.squeeze(scale, dim + 1).astype(jnp.float8_e8m0fnu))
+
+
+def formatted_product(vertex: Vertex, operands: Sequence[Codes]) -> list[Any]:
+    """Returns the product of a vertex that `takes_formats`, of one device's blocks of rounded operands."""
+    assert vertex.equation is not None
+    (lhs, lhs_scale), (rhs, rhs_scale) = operands
+    numbers = vertex.equation.params["dimension_numbers"]
+    dtype = vertex.results[0].dtype
+    if lhs_scale.dtype == jnp.float8_e8m0fnu:
+        product = lax.scaled_dot(
+            lhs, rhs, lhs_scale=lhs_scale, rhs_scale=rhs_scale, dimension_numbers=numbers,
+            preferred_element_type=jnp.float32,
+        )  # fmt: skip
+        return [product.astype(dtype)]
+    total = jnp.dtype(jnp.int32 if lhs.dtype == jnp.int8 else jnp.float32)
+    (product,) = bind(vertex.equation, (lhs, rhs), preferred_element_type=total, out_sharding=None)
+    if lhs_scale.ndim:  # the product of ones of these shapes is one for each entry of the result
+        scale = lax.dot_general(lhs_scale, rhs_scale, numbers, precision=lax.Precision.HIGHEST)
+    else:
+        scale = lhs_scale * rhs_scale
+    return [(product.astype(jnp.float32) * scale).astype(dtype)]
+
+
+def numbers_of(codes: Codes, dim: int) -> jax.Array:
+    """Returns the rounded numbers, float32; blocks lie along `dim`."""
+    scale = codes.scale.astype(jnp.float32)
+    if codes.scale.dtype == jnp.float8_e8m0fnu:
+        scale = jnp.repeat(scale, BLOCK, axis=dim)
+    return codes.codes.astype(jnp.float32) * scale
+
+
+class MixedProducts:
+    """A graph on one device, whose products have operands that are exact, rounded, or a mixture of both.
+
+    With weights 0 and 1 it rounds as `formatted_product` does, but multiplies the rounded numbers in float32, which
+    has them all. So one compiled function measures every set of products. Between 0 and 1 an operand is
+    (1 - Σ w) · exact + Σ w · rounded, which is differentiable in the weights. Derivatives go through rounding as if it
+    were the identity (straight through), also those of what follows in the update and in later steps.
 
     Args:
       graph: the traced function.
       layout: any layout; on one device specs mean nothing.
-      number_of: by what can be in fewer bits, the number of its switch.
-      rules: of the vertices.
-      num_devices: that share each sum.
+      row_of: by the index of a vertex, its row in the weights.
+      formats: of the first columns of the weights.
+      sums: of the other columns; what is said of operands holds for the results of operations with these.
     """
 
     def __init__(
         self,
         graph: Graph,
         layout: Layout,
-        number_of: Mapping[FormatKey, int],
-        rules: Sequence[Rule | None] = (),
-        num_devices: int = 1,
+        row_of: Mapping[int, int],
+        formats: Sequence[ProductFormat],
+        sums: "SumsInParts | None" = None,
     ):
-        self.graph, self.layout = graph, layout.with_float8(())
-        self.number_of, self.rules, self.num_devices = number_of, rules, num_devices
+        self.graph, self.layout, self.row_of = graph, layout.with_formats(()), row_of
+        self.formats, self.sums = tuple(formats), sums or SumsInParts((), (), 1)
 
-    def __call__(self, switches: jax.Array, *arguments: Any) -> list[Any]:
-        """Returns the flat results; `switches` are booleans."""
-        arrays = _Switched(self, switches)
+    def __call__(self, weights: jax.Array, *arguments: Any) -> list[Any]:
+        """Returns the flat results; `weights` is `[rows, formats and sums]`, float32."""
+        arrays = _Mixed(self.row_of, self.formats, self.sums, weights)
         run = GraphInterpreter(self.graph, self.layout, lambda source, target: (), arrays, ProgramSchedule())
         return run(arguments, self.graph.constant_arrays)
 
 
-class _Switched:
+class SumsInParts(NamedTuple):
+    """The sums of operations on one device in parts, as devices send them in codes.
+
+    Attributes:
+      names: of the formats, keys of `codes.FORMATS`.
+      rules: of the vertices.
+      num_devices: that share each sum.
+    """
+
+    names: Sequence[str]
+    rules: Sequence[Rule | None]
+    num_devices: int
+
+
+class _Mixed:
     """`interpreter.Arrays` on one device."""
 
-    def __init__(self, program: SwitchedFormats, switches: jax.Array):
-        self.program, self.switches = program, switches
-        self.sums: dict[int, list[tuple[int, Coded]]] = {}
-        for key, number in program.number_of.items():
-            if isinstance(key, Coded) and key.kind == "sum":
-                self.sums.setdefault(key.index, []).append((number, key))
+    def __init__(
+        self, row_of: Mapping[int, int], formats: Sequence[ProductFormat], sums: SumsInParts, weights: jax.Array
+    ):
+        self.row_of, self.formats, self.sums, self.weights = row_of, formats, sums, weights
 
     def reshard(self, array: Any, value: Value, source: Any, steps: Sequence[ReshardStep]) -> Any:
         del value, source, steps
@@ -97,29 +180,49 @@ class _Switched:
     def operate(self, vertex: Vertex, read: ReadOperand) -> Sequence[Any]:
         assert vertex.equation is not None
         operands = [read(operand, ()) for operand in vertex.operands]
-        if vertex.index not in self.program.number_of:
+        if vertex.primitive == "sqrt" and jnp.issubdtype(jnp.result_type(operands[0]), jnp.floating):
+            return [_root(operands[0])]
+        if vertex.index not in self.row_of:
+            return bind(vertex.equation, operands)
+        if not self.formats or not takes_formats(vertex):
             return self._summed(vertex, operands, bind(vertex.equation, operands))
-        switch, parts = self.switches[self.program.number_of[vertex.index]], []
-        for operand, dtype in zip(operands, float8_dtypes(vertex), strict=True):
-            codes, scale = rounded(operand, dtype, ())
-            parts.append((jnp.where(switch, codes.astype(operand.dtype), operand), jnp.where(switch, scale, 1.0)))
-        codes, scales = zip(*parts, strict=True)
-        numbers = [(code * scale).astype(code.dtype) for code, scale in parts]
-        return self._summed(vertex, numbers, _scaled(vertex, codes, scales))
+        weights = self.weights[self.row_of[vertex.index], : len(self.formats)]
+        mixed = [self._mixed(array, vertex, position, weights) for position, array in enumerate(operands)]
+        (product,) = bind(vertex.equation, mixed, preferred_element_type=jnp.dtype(jnp.float32), out_sharding=None)
+        return self._summed(vertex, mixed, [product.astype(vertex.results[0].dtype)])
 
-    def _summed(self, vertex: Vertex, operands: Sequence[Any], results: list[Any]) -> list[Any]:
-        """Returns the results, or sums of parts in the format that is switched on."""
-        rule = self.program.rules[vertex.index] if vertex.index in self.sums else None
+    def _summed(self, vertex: Vertex, operands: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
+        """Returns the results, mixed with sums of the same operands that are sent as codes."""
+        names, rule = [name for name in self.sums.names if sums_in(vertex, name)], None
+        if names:
+            rule = self.sums.rules[vertex.index]
         if rule is None:
             return results
+        columns = [len(self.formats) + self.sums.names.index(name) for name in names]
+        weights = self.weights[self.row_of[vertex.index], np.array(columns)]
+        (exact,) = results
+        inputs = [
+            jnp.asarray(x).astype(o.dtype if isinstance(o, Value) else jnp.result_type(x))
+            for x, o in zip(operands, vertex.operands, strict=True)
+        ]
 
-        def in_parts(coded: Coded) -> Any:
-            return sum_in_parts(vertex, rule, operands, self.program.num_devices, FORMATS[coded.format])[0]
+        def in_parts(name: str) -> jax.Array:
+            return sum_in_parts(vertex, rule, inputs, self.sums.num_devices, CODES[name])[0]
 
-        (result,) = results
-        for number, coded in self.sums[vertex.index]:
-            result = lax.cond(self.switches[number], partial(in_parts, coded), lambda result=result: result)
-        return [result]
+        ways = [
+            lax.cond(weight == 0, lambda: exact, partial(in_parts, name))
+            for name, weight in zip(names, weights, strict=True)
+        ]
+        numbers = [lax.stop_gradient(way.astype(jnp.float32)) for way in ways]
+        return [_mixture(exact.astype(jnp.float32), jnp.stack(numbers), weights).astype(exact.dtype)]
+
+    def _mixed(self, array: Any, vertex: Vertex, position: int, weights: jax.Array) -> jax.Array:
+        exact, dim = array.astype(jnp.float32), contracted(vertex, position)[-1:]
+        ways = [
+            numbers_of(rounded(array, vertex, position, to, ()), *dim or (0,)) if takes(vertex, to.name) else exact
+            for to in self.formats
+        ]
+        return _mixture(exact, jnp.stack([lax.stop_gradient(way) for way in ways]), weights)
 
     def reduce(self, vertex: Vertex, results: Sequence[Any]) -> Sequence[Any]:
         del vertex
@@ -129,24 +232,30 @@ class _Switched:
         return context_of(equation)
 
 
-def rounded(array: Any, dtype: Any, axes: Sequence[str]) -> Codes:
-    """Returns an array in a format of 8 bits.
-
-    Args:
-      array: a block.
-      dtype: the format.
-      axes: names of the mesh axes that split the whole array.
-    """
-    most = jnp.max(jnp.abs(array), initial=0).astype(jnp.float32)
-    most = lax.pmax(most, tuple(axes)) if axes else most
-    largest = float(jnp.finfo(dtype).max)
-    least = float(jnp.finfo(jnp.float32).smallest_normal)  # smaller scales are 0 where subnormal numbers are flushed
-    scale = jnp.where(most > 0, jnp.maximum(most / largest, least), 1.0)
-    # The division may round to just beyond the largest number, which the format does not have.
-    return Codes(jnp.clip(array.astype(jnp.float32) / scale, -largest, largest).astype(dtype), scale)
+@jax.custom_jvp
+def _mixture(exact: jax.Array, ways: jax.Array, weights: jax.Array) -> jax.Array:
+    mixed = exact
+    for way, weight in zip(ways, weights, strict=True):
+        mixed = jnp.where(weight == 0, mixed, mixed + weight * (way - exact))
+    for way, weight in zip(ways, weights, strict=True):
+        mixed = jnp.where(weight == 1, way, mixed)
+    return mixed
 
 
-def _scaled(vertex: Vertex, codes: Sequence[Any], scales: Sequence[Any]) -> list[Any]:
-    assert vertex.equation is not None
-    (product,) = bind(vertex.equation, codes, preferred_element_type=jnp.dtype(jnp.float32), out_sharding=None)
-    return [(product * (scales[0] * scales[1])).astype(vertex.results[0].dtype)]
+@_mixture.defjvp
+def _mixture_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    exact, ways, weights = primals
+    along = tangents[0] + jnp.tensordot(tangents[2], ways - exact, 1)
+    return _mixture(exact, ways, weights), along
+
+
+@jax.custom_jvp
+def _root(x: jax.Array) -> jax.Array:
+    """Returns the square root; its derivative counts as 0 at 0, where optimisers like adam take roots."""
+    return jnp.sqrt(x)
+
+
+@_root.defjvp
+def _root_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    root = jnp.sqrt(primals[0])
+    return root, jnp.where(root > 0, tangents[0] / (2 * jnp.where(root > 0, root, 1)), 0).astype(root.dtype)

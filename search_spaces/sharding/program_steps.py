@@ -24,9 +24,11 @@ from search_spaces.sharding.base import Layout, ReshardStep
 from search_spaces.sharding.coded_sums import finished_steps
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.interpreter import Flow, GraphInterpreter, ReadOperand
+from search_spaces.sharding.messages import maxima_of
 from search_spaces.sharding.node_costs import NodeCosts
+from search_spaces.sharding.product_formats import FORMATS
 from search_spaces.sharding.schedule import ProgramSchedule
-from search_spaces.sharding.spec import axes_in, parts_of
+from search_spaces.sharding.spec import parts_of
 
 INSIDE_HOST, BETWEEN_HOSTS = COMPUTE + 1, COMPUTE + 2
 """Streams of links. A device sends to all others of its host through one link, whatever the mesh axis."""
@@ -134,7 +136,7 @@ class _Recorder:
         strategy = self.layout.strategies[vertex.index]
         operands = zip(vertex.operands, strategy.operands, strict=True)
         tokens = [read(operand, spec, i) for i, (operand, spec) in enumerate(operands)]
-        if strategy.in_float8:
+        if strategy.format:
             tokens = [
                 token if token.is_coded else self.encode(token, vertex, i, strategy.operands[i])
                 for i, token in enumerate(tokens)
@@ -150,8 +152,10 @@ class _Recorder:
         """Adds the collectives that find an operand's largest magnitude; the rounding is in the product's seconds."""
         operand = vertex.operands[position]
         assert isinstance(operand, Value)
-        for axis in sorted(axes_in(spec)):
-            seconds = vertex.weight * self.costs.reshard_costs.maximum_s(axis)
+        to = FORMATS[self.layout.strategies[vertex.index].format]
+        axes, num_bytes = maxima_of(self.costs.axis_sizes, vertex, position, spec, to)
+        for axis in axes:
+            seconds = vertex.weight * self.costs.reshard_costs.maximum_s(axis, num_bytes)
             array = self._add(self._links((axis,)), seconds, [array], StepOrigin("all_reduce", operand.vertex, (axis,)))
         return array._replace(is_coded=True)
 

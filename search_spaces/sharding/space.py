@@ -41,7 +41,7 @@ from cost.base import Hardware, Link, Problem
 from cost.evaluation import checked_choice
 from cost.quantities import Quantities
 from search_spaces.base import Part
-from search_spaces.sharding.base import Coded, Edge, GivenSpec, Layout, Node, Rule, ShardingStrategy
+from search_spaces.sharding.base import Coded, Edge, FormatKey, GivenSpec, Layout, Node, Rule, ShardingStrategy
 from search_spaces.sharding.computing import Computing, computing_of
 from search_spaces.sharding.device_program import DeviceProgram
 from search_spaces.sharding.edge_costs import edges_of, transfer_matrices
@@ -76,7 +76,7 @@ from search_spaces.sharding.whole_work import WholeWork, whole_work
 
 _ON_PRICES = frozenset({"node_costs", "_problem", "quantities", "preference_problem", "least_compute_s"})
 """What of a space depends on the seconds of its nodes."""
-_ON_NODES = frozenset({"nodes", "_strategy_numbers", "alike", "usages", "_transfer_matrices"})
+_ON_NODES = frozenset({"formats_of", "nodes", "_strategy_numbers", "alike", "usages", "_transfer_matrices"})
 """What of a space depends on the strategies of its nodes."""
 _ON_MEMORY = frozenset({"kernels", "lifetimes", "usages"})
 """What of a space depends on when the memory of values is free."""
@@ -98,11 +98,10 @@ class ShardingSpace:
       as_program: whether operations are split only in ways that have a form on one device's part (`whole_operations`);
         without it, only in ways that XLA's partitioner computes rightly (`partitioner_faults`).
       loaded: flat arguments that hosts load anew for each step: none is left whole on several hosts if it divides.
-      float8_price_s: by the index of a product's vertex, the seconds that it costs to have it in float8: those that its
-        part in the loss is worth. Its strategies are there twice, first as they are and then in float8. Products that
-        are not listed stay as they are.
-      code_price_s: what else may be in fewer bits, and what that costs, seconds. The strategies that leave partial sums
-        are there once more for each format in which these may be sent.
+      format_price_s: by the index of a product's vertex and the name of a format, the seconds that it costs to have it
+        in that: those that its part in the loss is worth. Its strategies are there again for each format, after those
+        as they are. Products that are not listed stay as they are. For other keys the same: of partial sums the
+        strategies that leave them are there again for each format.
     """
 
     graph: Graph
@@ -114,29 +113,37 @@ class ShardingSpace:
     memory_limit_bytes: float = np.inf
     as_program: bool = False
     loaded: frozenset[int] = frozenset()
-    float8_price_s: Mapping[int, float] = field(default_factory=dict)
-    code_price_s: Mapping[Coded, float] = field(default_factory=dict)
+    format_price_s: Mapping[FormatKey, float] = field(default_factory=dict)
 
     @property
     def problem(self) -> Problem:
         """The space as a problem in seconds and bytes, built once."""
         return self._problem
 
-    def with_float8(self, price_s: Mapping[int, float]) -> "ShardingSpace":
-        """Returns the space with these products free to run in float8; what does not depend on it is not made again."""
-        has_other_products = self.float8_price_s.keys() != price_s.keys()
-        return self._with({"float8_price_s": dict(price_s)}, _ON_PRICES | (_ON_NODES if has_other_products else set()))
-
-    def with_codes(self, price_s: Mapping[Coded, float]) -> "ShardingSpace":
+    def with_formats(self, price_s: Mapping[FormatKey, float]) -> "ShardingSpace":
         """Returns the space with these free to be in fewer bits; what does not depend on it is not made again."""
-        has_others = self.code_price_s.keys() != price_s.keys()
-        return self._with({"code_price_s": dict(price_s)}, _ON_PRICES | (_ON_NODES if has_others else set()))
+        has_other_products = self.format_price_s.keys() != price_s.keys()
+        return self._with({"format_price_s": dict(price_s)}, _ON_PRICES | (_ON_NODES if has_other_products else set()))
 
-    def with_formats(self, price_s: Mapping[int | Coded, float]) -> "ShardingSpace":
-        """Returns the space with these products free to run in float8, by their vertices, and the others in codes."""
-        of_products = {key: price for key, price in price_s.items() if not isinstance(key, Coded)}
-        codes = {key: price for key, price in price_s.items() if isinstance(key, Coded)}
-        return self.with_float8(of_products).with_codes(codes)
+    @cached_property
+    def formats_of(self) -> dict[int, list[str]]:
+        """The formats that each product may be in, in the order of its strategies."""
+        names: dict[int, list[str]] = {}
+        for key in self.format_price_s:
+            if not isinstance(key, Coded):
+                names.setdefault(key[0], []).append(key[1])
+        return names
+
+    def strategy_numbers(self, node: int) -> dict[ShardingStrategy, int]:
+        """Returns the index of each strategy of a node."""
+        strategies = self.nodes[node].strategies
+        if id(strategies) not in self._strategy_numbers:
+            self._strategy_numbers[id(strategies)] = {strategy: s for s, strategy in enumerate(strategies)}
+        return self._strategy_numbers[id(strategies)]
+
+    @cached_property
+    def _strategy_numbers(self) -> dict[int, dict[ShardingStrategy, int]]:
+        return {}
 
     def with_donated(self, donated: Sequence[bool]) -> "ShardingSpace":
         """Returns the space with other arguments donated; what does not depend on it is not made again."""
@@ -157,18 +164,6 @@ class ShardingSpace:
     def strategy_names(self, node: int) -> tuple[str, ...]:
         """Returns `[S_v]` the specs of operands and results of each strategy, as `[data, -] [-, -] -> [data, -]`."""
         return tuple(strategy_name(strategy, self.axis_names) for strategy in self.nodes[node].strategies)
-
-    def strategy_numbers(self, node: int) -> dict[ShardingStrategy, int]:
-        """Returns the index of each strategy of a node."""
-        strategies = self.nodes[node].strategies
-        numbers = self._strategy_numbers
-        if id(strategies) not in numbers:
-            numbers[id(strategies)] = {strategy: s for s, strategy in enumerate(strategies)}
-        return numbers[id(strategies)]
-
-    @cached_property
-    def _strategy_numbers(self) -> dict[int, dict[ShardingStrategy, int]]:
-        return {}
 
     def decode(self, choice: Sequence[int]) -> Execution:
         """Returns the function with a choice's layout, for flat arguments, on a mesh without devices.
@@ -245,7 +240,8 @@ class ShardingSpace:
     @cached_property
     def nodes(self) -> list[Node]:
         """One node for each vertex, in order, then the hubs."""
-        return with_formats(self._exact_nodes, self.float8_price_s.keys(), self.code_price_s.keys(), self.axis_sizes)
+        codes = [key for key in self.format_price_s if isinstance(key, Coded)]
+        return with_formats(self._exact_nodes, self.formats_of, codes, self.axis_sizes)
 
     @cached_property
     def _exact_nodes(self) -> list[Node]:
@@ -309,15 +305,7 @@ class ShardingSpace:
     def node_costs(self) -> NodeCosts:
         """What strategies cost by themselves."""
         shares = CollectiveShares(self.graph, self.hardware.exposed_share)
-        return NodeCosts(
-            self.axis_sizes,
-            self.hardware,
-            self.reshard_costs,
-            shares,
-            self.kernels,
-            self.float8_price_s,
-            self.code_price_s,
-        )
+        return NodeCosts(self.axis_sizes, self.hardware, self.reshard_costs, shares, self.kernels, self.format_price_s)
 
     @cached_property
     def least_compute_s(self) -> float:

@@ -120,12 +120,12 @@ def _of_edge(edge: Edge, nodes: Sequence[Node], node_costs: NodeCosts) -> np.nda
         link_s = edge.weight * reshards.axes_s((pair[0],), (pair[1],), message.num_bytes, latency)[0, 0]
         of_pair[pair] = _counted(link_s, exposed * link_s)
         for axis in message.maxima:
-            maximum_s = edge.weight * reshards.maximum_s(axis)
+            maximum_s = edge.weight * reshards.maximum_s(axis, message.maxima_bytes)
             of_pair[pair][:, axis] += _counted(maximum_s, (exposed if message.is_coded else 1.0) * maximum_s)
     if of_pair:
         for t, strategy in enumerate(reader.strategies):
-            if strategy.in_float8:
-                sent_s[:, t] = [of_pair[source, targets[t]] for source in sources]
+            if strategy.format:
+                sent_s[:, t] = [of_pair[source, targets[t], strategy.format] for source in sources]
     return sent_s
 
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import diffshard
 from diffshard.sharding_search.call import array_types
 from diffshard.sharding_search.format_losses import MeasuredLosses
-from diffshard.sharding_search.number_formats import sum_groups
+from diffshard.sharding_search.number_formats import groups_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import space_of, trace_function
 
@@ -64,27 +64,27 @@ def losses_of(step, plan, steps):
 
 def test_gradients_are_summed_in_int8_where_links_are_slow_and_the_plan_is_saved(tmp_path):
     args = arguments()
-    exact = search(kinds=["sums"], increases={}).plan(*args)
-    step = search(kinds=["sums"], increases={GRADIENTS: 0.5})
+    exact = search(products=(), sums=["int8"], increases={}).plan(*args)
+    step = search(products=(), sums=["int8"], increases={GRADIENTS: 0.5})
     plan = step.plan(*args)
     assert plan.step_s < 0.6 * exact.step_s
     assert plan.lower_bound_s <= plan.step_s
     assert plan.formats is not None
     (group,) = plan.formats.groups
-    assert (group.name, group.format, group.num_float8, group.count) == (GRADIENTS, "int8", 2, 2)
+    assert (group.name, group.format, group.num_rounded, group.count) == (GRADIENTS, "int8", 2, 2)
     assert plan.formats.loss_increase == pytest.approx(0.5)
     assert 0 < group.gain_s < exact.step_s - plan.step_s  # of what can run beside arithmetic only a share counts
     assert sum(operation.sent_in == "int8" for operation in plan.operations) == 2
     assert GRADIENTS in str(plan)
     assert GRADIENTS in plan.html()
-    assert search(limit=0.4, kinds=["sums"], increases={GRADIENTS: 0.5}).plan(*args).step_s == exact.step_s
+    assert search(limit=0.4, products=(), sums=["int8"], increases={GRADIENTS: 0.5}).plan(*args).step_s == exact.step_s
     plan.save(tmp_path / "plan.json")
     loaded = diffshard.Plan.load(tmp_path / "plan.json", mesh_of())
     assert loaded == plan
     loss = step(*plan.shard(*args))[0]["up"]
     np.testing.assert_array_equal(loaded.apply(train_step)(*plan.shard(*args))[0]["up"], loss)
     assert "sums are sent in other formats" in str(exact.diff(plan))
-    with pytest.raises(diffshard.PlanError, match="2 sums in codes"):
+    with pytest.raises(diffshard.PlanError, match="0 products and 2 sums in fewer bits"):
         loaded.apply(train_step, executor="constraints")(*args)
 
 
@@ -94,19 +94,23 @@ def test_one_device_measures_the_losses_of_the_program():
     options = Options(fn=train_step, mesh=mesh, hardware=slow_links(mesh), memory_limit_bytes=1e12)
     traced = trace_function(options, args)
     space = space_of(options, traced)
-    group = next(group for group in sum_groups(space.graph) if group.name == GRADIENTS)
-    formats = diffshard.Formats(1.0, calls, steps=8)
+    group = next(group for group in groups_of(space.graph, (), ["int8"]) if group.name == GRADIENTS)
+    formats = diffshard.Formats(1.0, calls, steps=8, products=(), sums=["int8"])
     losses = MeasuredLosses(formats, space, options, array_types(traced.call.arrays), traced.out_paths, DEVICES)
-    measured = losses._run({}, losses._calls, group.keys)[1]
-    step = search(kinds=["sums"], increases={GRADIENTS: 0.0})
+    measured = losses._run({}, losses._calls, group.members)[1]
+    step = search(products=(), sums=["int8"], increases={GRADIENTS: 0.0})
     np.testing.assert_allclose(losses_of(step, step.plan(*args), 8), measured, rtol=2e-4)
-    exact = losses._run({}, losses._calls, ())[1]
+    exact = losses._run({}, losses._calls, frozenset())[1]
     assert np.abs(exact - measured).max() > 1e-6
+    (by_gradients,) = losses.increases_by_gradients(frozenset(), [group])
+    (by_pairs,) = losses.increases_by_pairs(frozenset(), [group])
+    assert 0 <= by_gradients < 0.01
+    assert 0 <= by_pairs < 0.01
 
 
 def test_sums_are_measured_and_rules_are_among_the_trials():
     calls = [arguments(seed) for seed in range(4)]
-    plan = search(limit=0.5, calls=calls, steps=4, rounds=0).plan(*arguments())
+    plan = search(limit=0.5, calls=calls, steps=4, rounds=0, sums=["bfloat16", "int8"]).plan(*arguments())
     assert plan.formats is not None
     names = {trial.name for trial in plan.formats.trials}
     assert plan.formats.measured_increase <= 0.5
@@ -115,6 +119,14 @@ def test_sums_are_measured_and_rules_are_among_the_trials():
     assert all(plan.step_s <= t.step_s for t in plan.formats.trials if t.measured_increase <= 0.5)
 
 
-def test_kinds_that_do_not_exist():
-    with pytest.raises(ValueError, match=r"`Formats\.kinds` must be some of products, sums.*'product'"):
-        search(kinds=["product"], increases={})
+@pytest.mark.parametrize(
+    ("formats", "match"),
+    [
+        ({"sums": ["int7"]}, r"`Formats\.sums` has 'int7'.*bfloat16, float8, int8, int4"),
+        ({"sums": ["int8", "int8"]}, r"`Formats\.sums` must have each format once"),
+        ({"products": (), "sums": ()}, r"`Formats\.products` and `Formats\.sums` are both empty"),
+    ],
+)
+def test_formats_of_sums_that_break_a_rule(formats, match):
+    with pytest.raises(ValueError, match=match):
+        search(increases={}, **formats)

@@ -14,8 +14,8 @@ from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import space_of, trace_function
 from search_spaces.sharding.base import Coded
 from search_spaces.sharding.coded_sums import coded_sum, sum_in_parts
-from search_spaces.sharding.codes import FORMATS, directions, narrower, sum_formats
-from search_spaces.sharding.float8_gains import gains_s, in_own_formats
+from search_spaces.sharding.codes import FORMATS, directions, is_narrower, sums_in
+from search_spaces.sharding.format_gains import gains_s, in_own_formats
 
 ROWS, WIDTH = 16, 8
 
@@ -49,7 +49,7 @@ def space_for(fn, args, sizes, links=None):
 
 def summed(space):
     """Returns the operations whose partial sums can be sent as codes."""
-    return [vertex for vertex in space.graph.operations() if sum_formats(vertex)]
+    return [vertex for vertex in space.graph.operations() if sums_in(vertex, "int8")]
 
 
 @pytest.mark.parametrize("fn", [product, lookup])
@@ -67,7 +67,7 @@ def test_one_device_sums_parts_as_devices_do(fn, name):
         if any(step.kind == "reduce_scatter" for step in strategy.reductions[0]):
             choice = [0] * len(space.nodes)
             choice[vertex.index] = number
-            layout = space.layout(choice).with_codes([Coded("sum", vertex.index, name)])
+            layout = space.layout(choice).with_formats([Coded(vertex.index, name)])
             results.append(jax.jit(space.device_program(layout, mesh))(*args)[0])
     assert len(results) >= 1
     np.testing.assert_allclose(results[0], expected, rtol=1e-5, atol=1e-5)
@@ -92,7 +92,7 @@ def test_sums_over_two_axes_are_near_the_exact_ones_and_their_parts_in_order(kin
         assert coded.num_exact == exact_steps
         choice = [0] * len(space.nodes)
         choice[vertex.index] = number
-        layout = space.layout(choice).with_codes([Coded("sum", vertex.index, "int8")])
+        layout = space.layout(choice).with_formats([Coded(vertex.index, "int8")])
         result = jax.jit(space.device_program(layout, mesh))(*args)[0]
         scale = float(np.abs(product(*args)).max())
         error = np.abs(np.asarray(result) - np.asarray(product(*args))).max()
@@ -110,7 +110,7 @@ def test_the_price_of_a_sum_in_codes_by_hand():
     strategy = next(
         s for s in space.nodes[vertex.index].strategies if [step[:2] for step in s.reductions[0]] == scattered
     )
-    free, finished = space.with_codes({Coded("sum", vertex.index, "int8"): 1e-4}), strategy._replace(sent_in="int8")
+    free, finished = space.with_formats({Coded(vertex.index, "int8"): 1e-4}), strategy._replace(sent_in="int8")
     costs = free.node_costs
     elements = width**2 / 2  # a block of 128 has a scale of 4 bytes; each device sends 3 of 4 parts
     over_hosts_s = 3 / 4 * elements * (1 + 4 / 128) * 1e-10
@@ -128,7 +128,7 @@ def test_the_price_of_a_sum_in_codes_by_hand():
 def test_a_choice_costs_what_its_prediction_adds_up_to():
     args = jax.ShapeDtypeStruct((4096, 4096), jnp.float32), jax.ShapeDtypeStruct((8192, 4096), jnp.float32)
     space, _ = space_for(gradient, args, (4,), {"hosts": diffshard.Link(1e-6, 1e-10)})
-    free = space.with_codes({Coded("sum", v.index, name): 0.0 for v in summed(space) for name in sum_formats(v)})
+    free = space.with_formats({Coded(v.index, name): 0.0 for v in summed(space) for name in FORMATS})
     for seed in range(8):
         generator = np.random.default_rng(seed)
         choice = [int(generator.integers(len(node.strategies))) for node in free.nodes]
@@ -139,7 +139,7 @@ def test_a_choice_costs_what_its_prediction_adds_up_to():
         gains = gains_s(free, choice)
         for key in free.layout(choice).coded:
             other = choice.copy()
-            other[key.index] = exact[key.index]
+            other[key.vertex] = exact[key.vertex]
             added_s = evaluate(free.problem, other).cost - evaluate(free.problem, choice).cost
             assert gains[key] == pytest.approx(added_s, abs=1e-9)
         assert evaluate(free.problem, exact.tolist()).cost == pytest.approx(
@@ -152,6 +152,6 @@ def test_which_sums_have_which_formats():
     space, _ = space_for(gradient, args, (2,))
     kinds = [directions(space.graph)[v.index] for v in summed(space)]
     assert kinds == ["forward", "forward", "gradient", "backward", "gradient"]
-    assert narrower(jnp.dtype("float32")) == ["bfloat16", "float8_e4m3", "int8"]
-    assert narrower(jnp.dtype("bfloat16")) == ["float8_e4m3", "int8"]
-    assert narrower(jnp.dtype("int32")) == []
+    assert [name for name in FORMATS if is_narrower(name, jnp.dtype("float32"))] == list(FORMATS)
+    assert [name for name in FORMATS if is_narrower(name, jnp.dtype("bfloat16"))] == ["float8", "int8", "int4"]
+    assert not any(is_narrower(name, jnp.dtype("int32")) for name in FORMATS)

@@ -1,0 +1,90 @@
+"""What products and sums gain in fewer bits, in a space in which their strategies are there again for each format."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from cost.evaluation import change_costs
+from search_spaces.sharding.base import Coded, FormatKey, ShardingStrategy
+from search_spaces.sharding.edge_costs import edge_transfer_s
+from search_spaces.sharding.space import ShardingSpace
+
+
+def most_gains_s(space: ShardingSpace) -> dict[FormatKey, float]:
+    """Returns what each can gain at most in each format, seconds, with any strategies of the others.
+
+    A sum gains the time that its link is busy less, whatever part of it the step waits for: links may bound the step.
+    """
+    sums: dict[FormatKey, float] = {
+        k: _most_gain_of_sum_s(space, k) for k in space.format_price_s if isinstance(k, Coded)
+    }
+    space = space.with_formats({k: price_s for k, price_s in space.format_price_s.items() if not isinstance(k, Coded)})
+    gains = {}
+    for i, names in space.formats_of.items():
+        seconds = space.node_costs.compute_s(space.graph.vertices[i], space.nodes[i].strategies)
+        exact_s, *formatted_s = np.split(seconds, 1 + len(names))
+        gains[i] = exact_s - np.array(formatted_s)  # [formats, strategies]
+    for edge in space.edges:
+        if edge.reader in gains and edge.node != edge.reader:
+            matrix = edge_transfer_s(edge, space.nodes, space.reshard_costs, space.node_costs.shares)
+            exact_s, *formatted_s = np.split(matrix, 1 + len(gains[edge.reader]), axis=1)
+            gains[edge.reader] = gains[edge.reader] + np.max(exact_s - np.array(formatted_s), axis=1)
+    return sums | {
+        (i, name): float(np.max(gain))
+        for i, of_formats in gains.items()
+        for name, gain in zip(space.formats_of[i], of_formats, strict=True)
+    }
+
+
+def _most_gain_of_sum_s(space: ShardingSpace, coded: Coded) -> float:
+    vertex, costs = space.graph.vertices[coded.vertex], space.node_costs
+    exposed, gains = costs.shares.exposed(vertex.results[0]), [0.0]
+    for strategy in space.nodes[coded.vertex].strategies:
+        if strategy.sent_in == coded.format and not strategy.format:
+            waited_s = costs.reduction_s(vertex, strategy._replace(sent_in="")) - costs.reduction_s(vertex, strategy)
+            coding_s = costs.finish_s(vertex, strategy) - costs.reduction_s(vertex, strategy)
+            gains.append((waited_s / exposed if exposed else 0.0) - coding_s)
+    return max(gains)
+
+
+def gains_s(space: ShardingSpace, choice: Sequence[int] | np.ndarray) -> dict[FormatKey, float]:
+    """Returns what each gains in each format at a choice, seconds, with all others as they are there."""
+    added_s, gains = change_costs(space.problem, choice), {}
+    for key, price_s in space.format_price_s.items():
+        node = key[0]
+        strategy, numbers = space.nodes[node].strategies[choice[node]], space.strategy_numbers(node)
+        exact, changed = numbers[_with(strategy, key, "")], numbers.get(_with(strategy, key, key[1]))
+        gains[key] = 0.0 if changed is None else float(added_s[node][exact] - added_s[node][changed]) + price_s
+    return gains
+
+
+def best_gains_s(space: ShardingSpace, choice: Sequence[int] | np.ndarray) -> dict[FormatKey, float]:
+    """Returns of each the format that gains most at a choice, less its price, if any gains; and these gains."""
+    best: dict[tuple[int, bool], tuple[float, FormatKey]] = {}
+    for key, gain_s in gains_s(space, choice).items():
+        net_s, place = gain_s - space.format_price_s[key], (key[0], isinstance(key, Coded))
+        if net_s > 0 and (place not in best or net_s > best[place][0]):
+            best[place] = net_s, key
+    return {key: net_s for net_s, key in best.values()}
+
+
+def in_own_formats(space: ShardingSpace, choice: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Returns a choice `[V]` with everything as it is; it means the same in the space without formats."""
+    exact = np.array(choice)
+    for node in {key[0] for key in space.format_price_s}:
+        strategy = space.nodes[node].strategies[choice[node]]
+        exact[node] = space.strategy_numbers(node)[strategy._replace(format="", sent_in="")]
+    return exact
+
+
+def in_formats(space: ShardingSpace, choice: np.ndarray, keys: Iterable[FormatKey]) -> np.ndarray:
+    """Returns a choice `[V]` of the space without formats with these in fewer bits, where strategies have that."""
+    choice = choice.copy()
+    for key in keys:
+        numbers, strategy = space.strategy_numbers(key[0]), space.nodes[key[0]].strategies[choice[key[0]]]
+        choice[key[0]] = numbers.get(_with(strategy, key, key[1]), choice[key[0]])
+    return choice
+
+
+def _with(strategy: ShardingStrategy, key: FormatKey, name: str) -> ShardingStrategy:
+    return strategy._replace(sent_in=name) if isinstance(key, Coded) else strategy._replace(format=name)
