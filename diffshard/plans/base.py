@@ -96,6 +96,7 @@ class Operation:
       format: the name of the format to which a product's operands are rounded before they are multiplied, such as
         "float8"; "" for what runs as it was traced.
       sent_in: the format of the codes in which partial sums are sent, such as "int8"; "" for the result's own type.
+      kept_in: the same for the codes as which the result is kept for the backward pass.
     """
 
     kind: Literal["operation", "input", "constant", "carry", "slice", "stack", "join"]
@@ -113,6 +114,7 @@ class Operation:
     reductions: tuple[tuple[tuple[str, str], ...], ...] = ()
     format: str = ""
     sent_in: str = ""
+    kept_in: str = ""
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,7 @@ class FormatGroup:
       loss_increase: predicted for a whole training with all of them in the format; inf where a loss was not finite.
       gain_s: seconds of a step that those in the format gain.
       format: its name.
-      kind: "product", or "sum" for partial sums that are sent as codes.
+      kind: "product", "sum" for partial sums that are sent as codes, "kept" for arrays that are kept as codes.
     """
 
     name: str

@@ -182,6 +182,7 @@ def _notes(first: PlanData, second: PlanData, alignment: Alignment) -> tuple[str
     for what, field in (
         ("products have other number formats", "format"),
         ("sums are sent in other formats", "sent_in"),
+        ("arrays are kept in other formats", "kept_in"),
     ):
         pairs = ((i, first.operations[i], second.operations[j]) for i, j in matched)
         differing = [i for i, one, other in pairs if getattr(one, field) != getattr(other, field)]

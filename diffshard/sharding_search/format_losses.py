@@ -17,11 +17,12 @@ import numpy as np
 
 from diffshard.sharding_search.call import ArrayType, array_types, bound_arguments, split
 from diffshard.sharding_search.looks import LOOK_SHARE, FlatCall, Look, State
-from diffshard.sharding_search.number_formats import Formats, ProductGroup, groups_of
+from diffshard.sharding_search.number_formats import Formats, ProductGroup, all_groups, kind_of
 from diffshard.sharding_search.options import Options
-from search_spaces.sharding.base import Coded, FormatKey
+from search_spaces.sharding.base import FormatKey
 from search_spaces.sharding.graph import Graph
-from search_spaces.sharding.number_formats import MixedProducts, SumsInParts
+from search_spaces.sharding.kept_codes import LateReads
+from search_spaces.sharding.number_formats import KeptInCodes, MixedProducts, SumsInParts
 from search_spaces.sharding.product_formats import FORMATS, is_backward
 from search_spaces.sharding.space import ShardingSpace
 
@@ -63,7 +64,7 @@ class MeasuredLosses:
         num_devices: int = 1,
     ):
         self.formats, self.graph = formats, space.graph
-        self.groups = {group.name: group for group in groups_of(self.graph, formats.products, formats.sums)}
+        self.groups = {group.name: group for group in all_groups(space, formats)}
         _check_trains(self.graph, options.function_name)
         self._loss = loss_result(formats, self.graph, paths)
         self._calls = _flat_calls(options, types, "Formats.calls", formats.calls)
@@ -74,10 +75,13 @@ class MeasuredLosses:
         _warn_of_equal_batches(self.graph, self._calls, self._runs)
         vertices = dict.fromkeys(v.index for group in self.groups.values() for v in group.vertices)
         self._row = {vertex: row for row, vertex in enumerate(vertices)}
-        columns = [*(("product", name) for name in formats.products), *(("sum", name) for name in formats.sums)]
+        names = {"product": formats.products, "sum": formats.sums, "kept": formats.kept}
+        columns = [(kind, name) for kind, own in names.items() for name in own]
         self._column = {kind_and_name: column for column, kind_and_name in enumerate(columns)}
         layout, sums = space.layout([0] * len(space.nodes)), SumsInParts(formats.sums, space.rules, num_devices)
-        mixed = MixedProducts(self.graph, layout, self._row, [FORMATS[name] for name in formats.products], sums)
+        kept = {v.results[0].id: "" for g in self.groups.values() if g.kind == "kept" for v in g.vertices}
+        kept = KeptInCodes(formats.kept, space.residuals.late_reads(kept) if kept else LateReads())
+        mixed = MixedProducts(self.graph, layout, self._row, [FORMATS[name] for name in formats.products], sums, kept)
         replaced = [(i, argument) for i, argument in enumerate(self.graph.feedback) if argument is not None]
         self.look = Look(mixed, replaced, self._loss)
         self._exact_losses: list[float] = []
@@ -196,8 +200,7 @@ class MeasuredLosses:
     def _weights(self, products: Set[FormatKey]) -> np.ndarray:
         weights = np.zeros((len(self._row), len(self._column)), np.float32)
         for key in products:
-            kind = key.kind if isinstance(key, Coded) else "product"
-            weights[self._row[key[0]], self._column[kind, key[1]]] = 1.0
+            weights[self._row[key[0]], self._column[kind_of(key), key[1]]] = 1.0
         return weights
 
     def _columns_of(self, kind: str) -> list[int]:

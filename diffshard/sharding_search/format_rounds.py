@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
-from diffshard.base import OPTIMAL_GAP
+from diffshard.base import OPTIMAL_GAP, InfeasibleError
 from diffshard.deadline import Deadline
 from diffshard.plans.base import FormatGroup, FormatTrial, PlannedFormats
 from diffshard.sharding_search.call import array_types
@@ -24,13 +23,13 @@ from diffshard.sharding_search.format_rules import simple_rules
 from diffshard.sharding_search.format_search import (
     FoundFormats,
     fastest_within,
+    first_start,
     plan_with,
     predicted_increase,
     share_in,
 )
-from diffshard.sharding_search.number_formats import ProductGroup, groups_of, product_groups
+from diffshard.sharding_search.number_formats import ProductGroup, all_groups, offered_groups
 from diffshard.sharding_search.plan import Plan
-from diffshard.sharding_search.planning import fastest_choice
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.tracing import space_of, trace_function
 from search_spaces.sharding.base import FormatKey
@@ -74,10 +73,10 @@ def find_plan_with_formats(request: PlanRequest) -> Plan:
     assert formats is not None
     if not space.as_program:
         raise ValueError("`formats` need an explicit program, and the function has operations that cannot be in one.")
-    groups = product_groups(space, formats.products, formats.sums)
+    groups = offered_groups(space, formats)
     losses = _measured_losses(request) if formats.calls or formats.validation_runs else None
     if formats.increases is not None:
-        names = {group.name for group in groups_of(space.graph, formats.products, formats.sums)}
+        names = {group.name for group in all_groups(space, formats)}
         if unknown := sorted(set(formats.increases) - names):
             raise ValueError(
                 f"`Formats.increases` names {unknown[0]!r}, which is no group of products of "
@@ -89,10 +88,10 @@ def find_plan_with_formats(request: PlanRequest) -> Plan:
         increases = _increases_at(losses, groups, frozenset())
     if losses is None:
         deadline = request.options.deadline()
-        exact = fastest_choice(request, Deadline.from_now(deadline.remaining_s(_EXACT_SHARE))).choice
-        found = fastest_within(request, groups, increases, formats.max_loss_increase, deadline, np.asarray(exact))
+        start = first_start(request, groups, Deadline.from_now(deadline.remaining_s(_EXACT_SHARE)))
+        found = fastest_within(request, groups, increases, formats.max_loss_increase, deadline, start)
         return _with_formats(request, groups, _trial("", found, groups, increases, Increase(0.0, None)), (), "")
-    rules = simple_rules(groups_of(space.graph, formats.products, formats.sums))
+    rules = simple_rules(all_groups(space, formats))
     trials = _measured_trials(request, groups, losses, increases, rules)
     best = _fastest_within(trials, formats.max_loss_increase)
     return _with_formats(request, groups, best, trials, losses.measured_by)
@@ -123,7 +122,7 @@ def _measured_trials(
         return losses.increase_of(_like(losses, groups, products))
 
     trials: list[_Trial] = []
-    start = np.asarray(fastest_choice(request, deadline()).choice)
+    start = first_start(request, known, deadline())
     for number in range(formats.rounds + 1):
         found = fastest_within(request, known, increases, limit, deadline(), start)
         earlier = next((i for i, trial in enumerate(trials) if trial.found.products == found.products), None)
@@ -135,11 +134,14 @@ def _measured_trials(
         trials.append(last)
         if number == 0:
             for name, products in {"nothing": frozenset(), **rules}.items():
-                plan, rounded, choice = plan_with(request, offered & products, deadline(), found.choice)
+                try:
+                    plan, rounded, choice = plan_with(request, offered & products, deadline(), found.start)
+                except InfeasibleError:  # the memory limit needs arrays that are kept as codes
+                    continue
                 if all(rounded != trial.found.products for trial in trials):
                     rule = FoundFormats(plan, rounded, choice, found.bound_of_any_s, found.bound_of_any_s)
                     trials.append(_trial(name, rule, groups, increases, measured(rounded)))
-        start = found.choice
+        start = found.start
         if number < formats.rounds:
             around = last if last.measured > limit else _fastest_within(trials, limit)
             products, damage = _like(losses, groups, around.found.products), min(around.measured, _MOST_DAMAGE * limit)
@@ -151,7 +153,14 @@ def _measured_trials(
 
 
 def _fastest_within(trials: Sequence[_Trial], limit: float) -> _Trial:
-    return min((trial for trial in trials if trial.measured <= limit), key=lambda trial: trial.found.plan.step_s)
+    within = [trial for trial in trials if trial.measured <= limit]
+    if not within:
+        least = min(trial.measured for trial in trials)
+        raise InfeasibleError(
+            f"No plan was found within `memory_limit_bytes` that adds at most {limit:g} to the loss: of those within "
+            f"the memory the best one adds {least:.2g}. Allow more memory or a larger `Formats.max_loss_increase`."
+        )
+    return min(within, key=lambda trial: trial.found.plan.step_s)
 
 
 def _measured_losses(request: PlanRequest) -> MeasuredLosses:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from diffshard.sharding_search.number_formats import GRADIENTS, ProductGroup
+from diffshard.sharding_search.number_formats import GRADIENTS, KEPT, ProductGroup
 from search_spaces.sharding.base import FormatKey
 from search_spaces.sharding.product_formats import is_backward
 
@@ -17,12 +17,12 @@ def simple_rules(groups: Sequence[ProductGroup]) -> dict[str, frozenset[FormatKe
     The head is the place of the last product of the forward pass. The first and last layers are the places of the first
     and last product, and of many equal products the first and the last. With several formats each has these rules, and
     one more puts the head into the first format and the others into the last one. Other rules send the sums of all
-    gradients in one format.
+    gradients in one format, or keep all arrays for the backward pass in one.
 
     Args:
-      groups: all products and sums of a step, in each format that they may be in.
+      groups: all products, sums and kept arrays of a step, in each format that they may be in.
     """
-    of_sums = {g.name: g.members for g in groups if g.place == GRADIENTS}
+    rules = {group.name: group.members for group in groups if group.place in (GRADIENTS, KEPT)}
     groups = [group for group in groups if group.kind == "product"]
     vertices = [(vertex, group.place) for group in groups for vertex in group.vertices]
     backward = min((v.position for v, _ in vertices if is_backward(v)), default=math.inf)
@@ -37,7 +37,6 @@ def simple_rules(groups: Sequence[ProductGroup]) -> dict[str, frozenset[FormatKe
         pairs = zip(kept, cut, strict=True)
         return frozenset((v.index, name) for group, n in pairs for v in group.vertices[n : len(group.vertices) - n])
 
-    rules = dict(of_sums)
     for name in formats:
         words = "" if name == "float8" else f" in {name}"
         rules |= {

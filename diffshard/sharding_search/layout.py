@@ -75,14 +75,18 @@ def _rounded(plan: PlanData, space: ShardingSpace) -> frozenset[FormattedProduct
 
 
 def _coded(plan: PlanData, space: ShardingSpace) -> frozenset[Coded]:
-    coded = [Coded(i, operation.sent_in) for i, operation in enumerate(plan.operations) if operation.sent_in]
-    for i, name, _ in coded:
-        if name not in CODES or not sums_in(space.graph.vertices[i], name):
+    sums = [Coded(i, operation.sent_in) for i, operation in enumerate(plan.operations) if operation.sent_in]
+    kept = [Coded(i, operation.kept_in, "kept") for i, operation in enumerate(plan.operations) if operation.kept_in]
+    residuals = {residual.value.vertex for residual in space.residuals.of_value.values()} if kept else set()
+    for coded in (*sums, *kept):
+        vertex, operation = space.graph.vertices[coded.vertex], plan.operations[coded.vertex]
+        is_kept = coded.kind == "kept"
+        if coded.format not in CODES or not (coded.vertex in residuals if is_kept else sums_in(vertex, coded.format)):
             raise PlanError(
-                f"The plan sends the sums of {plan.operations[i].signature} ({plan.operations[i].source}) in {name}, "
-                "in which they cannot be."
+                f"The plan {'keeps the result' if is_kept else 'sends the sums'} of {operation.signature} "
+                f"({operation.source}) in {coded.format}, in which that cannot be."
             )
-    return frozenset(coded)
+    return frozenset((*sums, *kept))
 
 
 def has_reductions(plan: PlanData) -> bool:

@@ -13,7 +13,7 @@ from cost.base import Hardware
 from cost.real_numbers import is_positive, real_number, whole_number
 from search_spaces.sharding.base import Coded, FormatKey
 from search_spaces.sharding.codes import FORMATS as CODES
-from search_spaces.sharding.codes import directions, sums_in
+from search_spaces.sharding.codes import directions, is_narrower, sums_in
 from search_spaces.sharding.format_gains import most_gains_s
 from search_spaces.sharding.graph import Graph, Vertex
 from search_spaces.sharding.product_formats import FORMATS, is_backward, takes
@@ -24,6 +24,8 @@ WHOLE_TRAINING_FACTOR = 10.0
 of two layers over 400 steps, for float8 as for float4."""
 GRADIENTS = "sums of gradients"
 """The place of their group."""
+KEPT = "arrays kept for the backward pass"
+"""The place of these."""
 _SUMS = {"gradient": GRADIENTS, "forward": "forward sums", "backward": "backward sums"}
 """What groups of sums are called, by their direction."""
 _LAYER_NUMBER = re.compile(r"\d+")
@@ -61,6 +63,8 @@ class Formats:
         The hardware must have the rate of each.
       sums: the formats of codes in which partial sums, as those of gradients, may be sent between devices: "bfloat16",
         "float8", "int8" and "int4". Of those with as many bits as the sums themselves nothing is sent.
+      kept: the formats of codes, as for `sums`, as which arrays may be kept from the forward to the backward pass. That
+        takes time and saves memory, so that it is chosen where the memory limit asks for it.
     """
 
     max_loss_increase: float
@@ -75,6 +79,7 @@ class Formats:
     measured_fn: Callable[..., Any] | None = None
     products: Sequence[str] = ("float8",)
     sums: Sequence[str] = ()
+    kept: Sequence[str] = ()
 
     @property
     def look_starts(self) -> list[int]:
@@ -86,22 +91,22 @@ class Formats:
 
 
 class ProductGroup(NamedTuple):
-    """Products of equal layers that have equal places there, in one format; or all partial sums of one direction.
+    """Products of equal layers that have equal places there, in one format; or sums of one direction; or kept arrays.
 
     Attributes:
       name: its place, the pass, and the contracted dimensions of both operands; then the format, unless it is float8.
         Of sums their direction and the format.
-      place: modules and line without numbers of layers; of sums their direction.
+      place: modules and line without numbers of layers; of sums their direction; `KEPT`.
       vertices: the operations, in program order.
       format: the name of the format.
-      kind: "product" or "sum".
+      kind: "product", "sum" or "kept".
     """
 
     name: str
     place: str
     vertices: tuple[Vertex, ...]
     format: str
-    kind: Literal["product", "sum"] = "product"
+    kind: Literal["product", "sum", "kept"] = "product"
 
     @property
     def members(self) -> frozenset[FormatKey]:
@@ -115,7 +120,12 @@ class ProductGroup(NamedTuple):
     def without(self, keys: Iterable[FormatKey]) -> frozenset[FormatKey]:
         """Returns what of some keys is not of these operations, in whatever format."""
         own = {vertex.index for vertex in self.vertices}
-        return frozenset(k for k in keys if k[0] not in own or isinstance(k, Coded) != (self.kind != "product"))
+        return frozenset(key for key in keys if key[0] not in own or kind_of(key) != self.kind)
+
+
+def kind_of(key: FormatKey) -> str:
+    """Returns the kind of the group that something in fewer bits is of."""
+    return key.kind if isinstance(key, Coded) else "product"
 
 
 def check_formats(formats: Any, hardware: Hardware) -> None:
@@ -141,8 +151,9 @@ def check_formats(formats: Any, hardware: Hardware) -> None:
         raise TypeError(f"`Formats.measured_fn` must be a function, not {type(formats.measured_fn).__name__}.")
     _check_products(formats.products, hardware)
     _check_names("sums", formats.sums, CODES)
-    if not (formats.products or formats.sums):
-        raise ValueError("`Formats.products` and `Formats.sums` are both empty: give the formats of one of them.")
+    _check_names("kept", formats.kept, CODES)
+    if not (formats.products or formats.sums or formats.kept):
+        raise ValueError("`Formats` has neither `products` nor `sums` nor `kept`: give the formats of one of them.")
 
 
 def _check_products(products: Any, hardware: Hardware) -> None:
@@ -192,17 +203,34 @@ def _check_measurements(formats: Formats) -> None:
             raise ValueError(f"`Formats.validation_runs[{number}]` must have 2 calls or more, not {len(run)}.")
 
 
-def product_groups(
-    space: ShardingSpace, formats: Sequence[str] = ("float8",), sums: Sequence[str] = ()
-) -> list[ProductGroup]:
-    """Returns the products and sums of a space that gain time in formats with some strategy, whatever the loss does."""
-    groups = groups_of(space.graph, formats, sums)
+def product_groups(space: ShardingSpace, formats: Sequence[str] = ("float8",)) -> list[ProductGroup]:
+    """Returns the products of a space that gain time in formats with some strategy, whatever they do to the loss."""
+    return _gaining(space, groups_of(space.graph, formats))
+
+
+def offered_groups(space: ShardingSpace, formats: Formats) -> list[ProductGroup]:
+    """Returns what gains time in fewer bits with some strategy, whatever it does to the loss, and all kept arrays."""
+    return _gaining(space, all_groups(space, formats))
+
+
+def _gaining(space: ShardingSpace, groups: Sequence[ProductGroup]) -> list[ProductGroup]:
     most_s = most_gains_s(space.with_formats({member: 0.0 for group in groups for member in sorted(group.members)}))
-    return [group for group in groups if any(most_s[member] > 0 for member in group.members)]
+    return [group for group in groups if group.kind == "kept" or any(most_s[member] > 0 for member in group.members)]
 
 
-def groups_of(graph: Graph, formats: Sequence[str] = ("float8",), sums: Sequence[str] = ()) -> list[ProductGroup]:
-    """Returns all products that could be in formats: of each format in the order of the program; then all sums."""
+def all_groups(space: ShardingSpace, formats: Formats) -> list[ProductGroup]:
+    """Returns all that could be in fewer bits: products, then sums, then kept arrays."""
+    graph = space.graph
+    residuals = [graph.vertices[r.value.vertex] for r in space.residuals.of_value.values()] if formats.kept else ()
+    return [
+        *groups_of(graph, formats.products),
+        *_sum_groups(graph, formats.sums),
+        *_kept_groups(residuals, formats.kept),
+    ]
+
+
+def groups_of(graph: Graph, formats: Sequence[str] = ("float8",)) -> list[ProductGroup]:
+    """Returns all products that could be in formats: of each format those in the order of the program."""
     groups: dict[tuple[str, str, str], list[Vertex]] = {}
     for name in formats:
         for vertex in graph.operations():
@@ -211,7 +239,7 @@ def groups_of(graph: Graph, formats: Sequence[str] = ("float8",), sums: Sequence
     return [
         ProductGroup(f"{place_and_dims} {name}" if name != "float8" else place_and_dims, place, tuple(vertices), name)
         for (place_and_dims, place, name), vertices in groups.items()
-    ] + _sum_groups(graph, sums)
+    ]
 
 
 def _sum_groups(graph: Graph, formats: Sequence[str]) -> list[ProductGroup]:
@@ -223,6 +251,16 @@ def _sum_groups(graph: Graph, formats: Sequence[str]) -> list[ProductGroup]:
             if direction_of[vertex.index] == direction and sums_in(vertex, name):
                 groups.setdefault((_SUMS[direction], name), []).append(vertex)
     return [ProductGroup(f"{place} in {name}", place, tuple(v), name, "sum") for (place, name), v in groups.items()]
+
+
+def _kept_groups(makers: Sequence[Vertex], formats: Sequence[str]) -> list[ProductGroup]:
+    """Returns the arrays that could be kept as codes, by format; `makers` are the operations that make them."""
+    groups = []
+    for name in formats:
+        vertices = tuple(vertex for vertex in makers if is_narrower(name, vertex.results[0].dtype))
+        if vertices:
+            groups.append(ProductGroup(f"{KEPT} in {name}", KEPT, vertices, name, "kept"))
+    return groups
 
 
 def _name_and_place(vertex: Vertex) -> tuple[str, str]:

@@ -117,6 +117,8 @@ class ShardingStrategy(NamedTuple):
       format: the name of the format to which the operands of a product are rounded before they are multiplied; "" for
         a product that runs as it was traced, and for every other operation.
       sent_in: the format of the codes in which partial sums are sent, a key of `codes.FORMATS`; "" for no codes.
+      kept_in: the format of the codes as which the result is kept for the backward pass; "" for no codes. In the
+        problem it is chosen by the hub of the value.
     """
 
     operands: tuple[IndexedSpec, ...]
@@ -126,6 +128,7 @@ class ShardingStrategy(NamedTuple):
     unreduced: tuple[IndexedSpec, ...]
     format: str = ""
     sent_in: str = ""
+    kept_in: str = ""
 
 
 class Coded(NamedTuple):
@@ -134,12 +137,13 @@ class Coded(NamedTuple):
     Attributes:
       vertex: the index of the operation.
       format: a key of `codes.FORMATS`.
-      kind: "sum" for its partial sums, which are sent as codes.
+      kind: "sum" for its partial sums, which are sent as codes; "kept" for its result, which is kept as codes for the
+        backward pass.
     """
 
     vertex: int
     format: str
-    kind: Literal["sum"] = "sum"
+    kind: Literal["sum", "kept"] = "sum"
 
 
 FormatKey = tuple[int, str] | Coded
@@ -203,7 +207,8 @@ class Layout(NamedTuple):
     @property
     def coded(self) -> frozenset[Coded]:
         """What is in fewer bits besides."""
-        return frozenset(Coded(i, s.sent_in) for i, s in enumerate(self.strategies) if s.sent_in)
+        sums = (Coded(i, s.sent_in) for i, s in enumerate(self.strategies) if s.sent_in)
+        return frozenset((*sums, *(Coded(i, s.kept_in, "kept") for i, s in enumerate(self.strategies) if s.kept_in)))
 
     @property
     def in_fewer_bits(self) -> frozenset[FormatKey]:
@@ -213,9 +218,13 @@ class Layout(NamedTuple):
     def with_formats(self, keys: Iterable[FormatKey]) -> "Layout":
         """Returns the layout with these in fewer bits, of each kind at most one for each vertex, and nothing else."""
         keys = list(keys)
-        sent_in = {key.vertex: key.format for key in keys if isinstance(key, Coded)}
+        sent_in, kept_in = (
+            {key.vertex: key.format for key in keys if isinstance(key, Coded) and key.kind == kind}
+            for kind in ("sum", "kept")
+        )
         format_of = dict(key for key in keys if not isinstance(key, Coded))
         strategies = (
-            s._replace(format=format_of.get(i, ""), sent_in=sent_in.get(i, "")) for i, s in enumerate(self.strategies)
+            s._replace(format=format_of.get(i, ""), sent_in=sent_in.get(i, ""), kept_in=kept_in.get(i, ""))
+            for i, s in enumerate(self.strategies)
         )
         return self._replace(strategies=tuple(strategies))

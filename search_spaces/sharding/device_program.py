@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from search_spaces.communication.collectives import decode, encode
 from search_spaces.partition_specs import IndexedSpec, named_spec, partition_spec
 from search_spaces.replay import bind
 from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy
@@ -22,7 +23,8 @@ from search_spaces.sharding.coded_sums import coded_sum, finish_sum
 from search_spaces.sharding.codes import FORMATS as CODES
 from search_spaces.sharding.given import rank_of
 from search_spaces.sharding.graph import Graph, Value, Vertex
-from search_spaces.sharding.interpreter import GraphInterpreter, ReadOperand
+from search_spaces.sharding.interpreter import GraphInterpreter, Keeping, ReadOperand
+from search_spaces.sharding.kept_codes import LateReads
 from search_spaces.sharding.local_blocks import Blocks, context_of_blocks
 from search_spaces.sharding.local_operations import LocalCall, combiner, run_local, unpadded, untyped_parameters
 from search_spaces.sharding.number_formats import Codes, formatted_product, rounded
@@ -42,11 +44,20 @@ class DeviceProgram:
       mesh: the mesh; an abstract one can be lowered for, not run on.
       path: the steps between two specs: those that were priced.
       schedule: when collectives start and end.
+      late: what is kept as codes for the backward pass.
     """
 
-    def __init__(self, graph: Graph, layout: Layout, mesh: Mesh | AbstractMesh, path: Paths, schedule: ProgramSchedule):
+    def __init__(
+        self,
+        graph: Graph,
+        layout: Layout,
+        mesh: Mesh | AbstractMesh,
+        path: Paths,
+        schedule: ProgramSchedule,
+        late: LateReads = LateReads(),  # noqa: B008, immutable
+    ):
         self.graph, self.layout, self.mesh, self.path = graph, layout, mesh, path
-        self.schedule = schedule
+        self.schedule, self.keeping = schedule, Keeping(self.keep, self.kept, late)
         self.blocks = Blocks(tuple(mesh.axis_names), tuple(mesh.shape[name] for name in mesh.axis_names))
         # Asked here, because within the mapping over the mesh an opaque operation could not be traced by itself.
         whole = whole_operations(graph, layout.strategies, self.blocks.axis_sizes)
@@ -55,7 +66,9 @@ class DeviceProgram:
     def __call__(self, *arguments: Any) -> list[Any]:
         """Runs the function; returns its flat results."""
         constants = [self.layout.strategies[v.index].unreduced[0] for v in self.graph.constants]
-        run = GraphInterpreter(self.graph, self.layout, self.path, self, self.schedule, encode=self.encode)
+        run = GraphInterpreter(
+            self.graph, self.layout, self.path, self, self.schedule, encode=self.encode, keeping=self.keeping
+        )
         program = jax.shard_map(
             lambda *blocks: run(blocks[: len(arguments)], blocks[len(arguments) :]),
             mesh=self.mesh,
@@ -113,6 +126,20 @@ class DeviceProgram:
         to = FORMATS[self.layout.strategies[vertex.index].format]
         axes = [self.blocks.axis_names[axis] for axis in to.maxima(vertex, position, spec)]
         return rounded(array, vertex, position, to, axes)
+
+    def keep(self, array: Any, value: Value) -> tuple[Any, Any]:
+        """Returns a block for the forward pass and its codes, which are made before anything reads the block."""
+        codes = encode(array, CODES[self.keeping.late.kept[value.id]])
+        array, codes = jax.lax.optimization_barrier((array, codes))
+        return array, codes
+
+    def kept(self, codes: Any, value: Value) -> Any:
+        """Returns the block that `keep` was given, as its codes have it."""
+        precision, size = (
+            CODES[self.keeping.late.kept[value.id]],
+            self.blocks.shape(value.shape, self.layout.value_specs[value.id]),
+        )
+        return decode(codes, precision, size[-1]).astype(value.dtype)
 
     def reduce(self, vertex: Vertex, results: Sequence[Any]) -> Sequence[Any]:
         """Finishes the reduction of an operation on blocks."""

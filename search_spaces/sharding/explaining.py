@@ -132,7 +132,7 @@ def predict(
     """
     strategies = list(zip(graph.vertices, layout.strategies, strict=True))
     return StepPrediction(
-        np.array([costs.chosen_compute_s(vertex, strategy) for vertex, strategy in strategies]),
+        np.array([costs.chosen_compute_s(v, s) + costs.chosen_keeping_s(v, layout) for v, s in strategies]),
         tuple(_transfers(graph, nodes, edges, costs, axis_names, strategies, choice)),
         np.array([float(costs.preference_s(v, (layout.strategies[v.index],))[0]) for v in graph.inputs]),
     )

@@ -8,7 +8,7 @@ import numpy as np
 from cost.base import AttentionWork, Hardware, Work
 from cost.compute import equation_dtype, equation_flops, product_s, roofline_s, work_s
 from search_spaces.partition_specs import IndexedSpec
-from search_spaces.sharding.base import Coded, FormatKey, Node, ReshardStep, ShardingStrategy
+from search_spaces.sharding.base import Coded, FormatKey, Layout, Node, ReshardStep, ShardingStrategy
 from search_spaces.sharding.coded_sums import finished_steps
 from search_spaces.sharding.codes import FORMATS as CODES
 from search_spaces.sharding.fusion import PICKS
@@ -67,7 +67,8 @@ class NodeCosts:
         self._price_s: dict[tuple[int, str, str], float] = {}
         self._priced: dict[int, list[tuple[str, str, float]]] = {}
         for key, price_s in ({} if format_price_s is None else format_price_s).items():
-            vertex, name, kind = key if isinstance(key, Coded) else (*key, "product")
+            vertex, name = key[0], key[1]
+            kind = key.kind if isinstance(key, Coded) else "product"
             self._price_s[vertex, kind, name] = price_s
             self._priced.setdefault(vertex, []).append((kind, name, price_s))
         self.reshard_costs, self.shares = reshard_costs, shares
@@ -102,17 +103,17 @@ class NodeCosts:
         return forms[vertex.index], node.hub is None, id(node.strategies), shares, self.kernels.at(vertex), price_s
 
     def node_s(self, node: Node) -> np.ndarray:
-        """Returns the node cost `[S_v]`: the sum of the terms below; a hub costs nothing itself."""
-        if node.hub is not None:
-            return np.zeros(len(node.strategies))
+        """Returns the node cost `[S_v]`: the sum of the terms below; a hub costs what encoding its value does."""
         vertex, strategies = node.vertex, node.strategies
+        if node.hub is not None:
+            return self.hub_s(node) + np.array([self._format_price_s(vertex, s) for s in strategies])
         local = self.compute_s(vertex, strategies) + self.preference_s(vertex, strategies)
         if vertex.index in self._priced:
             local += np.array([self._format_price_s(vertex, s) for s in strategies])
         return local + np.array([self.reduction_s(vertex, s) + self._own_collectives_s(vertex, s) for s in strategies])
 
     def _format_price_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
-        kinds = {"product": strategy.format, "sum": strategy.sent_in}
+        kinds = {"product": strategy.format, "sum": strategy.sent_in, "kept": strategy.kept_in}
         return sum(self._price_s[vertex.index, kind, name] for kind, name in kinds.items() if name)
 
     def compute_s(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> np.ndarray:
@@ -253,6 +254,29 @@ class NodeCosts:
         num_bytes = num_coded * (value.dtype.itemsize + CODES[strategy.sent_in].bits / 8)
         kernel_s = float(roofline_s(0.0, np.array(num_bytes), str(value.dtype), self.hardware))
         return vertex.weight * (kernel_s + 2 * self.hardware.kernel_launch_s)
+
+    def hub_s(self, node: Node) -> np.ndarray:
+        """Returns the seconds in which a hub's value is encoded and decoded, `[S_v]`; 0 where it is kept as it is."""
+        assert node.hub is not None
+        return np.array(
+            [self.keeping_s(node.hub, s.results[0], s.kept_in, node.vertex.weight) for s in node.strategies]
+        )
+
+    def chosen_keeping_s(self, vertex: Vertex, layout: Layout) -> float:
+        """Returns the seconds in which a layout's codes of a result are made for the backward pass, and decoded."""
+        kept_in = layout.strategies[vertex.index].kept_in
+        if not kept_in:
+            return 0.0
+        (value,) = vertex.results
+        return self.keeping_s(value, layout.value_specs[value.id], kept_in, vertex.weight)
+
+    def keeping_s(self, value: Value, spec: IndexedSpec, kept_in: str, weight: float) -> float:
+        """Returns the seconds in which a value with a spec is encoded to be kept, and decoded; 0 for no format."""
+        if not kept_in:
+            return 0.0
+        num_bytes = local_bytes(value, spec, self.axis_sizes) * (1 + CODES[kept_in].bits / 8 / value.dtype.itemsize)
+        kernel_s = float(roofline_s(0.0, np.array(2 * num_bytes), str(value.dtype), self.hardware))
+        return weight * (kernel_s + 2 * self.hardware.kernel_launch_s)
 
     def own_collectives(self, vertex: Vertex, strategy: ShardingStrategy) -> list[PricedCollective]:
         """Returns what an opaque operation or a `shard_map` sends itself, with its seconds in one run.

@@ -86,29 +86,39 @@ def with_formats(
     nodes: Sequence[Node],
     formats_of: Mapping[int, Sequence[str]],
     codes: Iterable[Coded],
+    hub_of: Mapping[int, int],
     axis_sizes: tuple[int, ...],
 ) -> list[Node]:
-    """Returns nodes with more strategies: those of products again for each format, then those that send sums as codes.
+    """Returns nodes with more strategies: those of products again for each format, then those that have codes.
 
     Args:
       nodes: of a space in which nothing is in fewer bits.
       formats_of: those of products, by their vertices.
       codes: what else may be in fewer bits.
+      hub_of: the nodes of the hubs of kept results, by the vertices that make them.
       axis_sizes: devices along each mesh axis.
     """
-    codes_of: dict[int, list[str]] = {}
-    for coded in codes:
-        codes_of.setdefault(coded.vertex, []).append(coded.format)
+    sent_of: dict[int, list[str]] = {}
+    kept_of: dict[int, list[str]] = {}
+    for vertex, name, kind in codes:
+        names = sent_of.setdefault(vertex, []) if kind == "sum" else kept_of.setdefault(hub_of[vertex], [])
+        names.append(name)
     made: dict[Hashable, tuple[ShardingStrategy, ...]] = {}
     formatted = list(nodes)
-    for i in {**formats_of, **codes_of}:
-        own, names, sent_in = nodes[i].strategies, formats_of.get(i, ()), codes_of.get(i, ())
-        key = id(own), tuple(names), tuple(sent_in)
-        if key not in made:
-            products = tuple(s._replace(format=name) for name in ("", *names) for s in own)
-            sums = [s for s in products if can_be_coded(nodes[i].vertex, s, axis_sizes)]
-            made[key] = (*products, *(s._replace(sent_in=name) for name in sent_in for s in sums))
-        formatted[i] = nodes[i]._replace(strategies=made[key])
+    for i in {**formats_of, **sent_of, **kept_of}:
+        node = nodes[i]
+        names = tuple(tuple(of.get(i, ())) for of in (formats_of, sent_of, kept_of))
+        shape = node.hub.shape if node.hub is not None else ()
+        if (id(node.strategies), names, shape) not in made:
+            products = tuple(s._replace(format=name) for name in ("", *names[0]) for s in node.strategies)
+            sums = [s for s in products if names[1] and can_be_coded(node.vertex, s, axis_sizes)]
+            kept = [s for s in products if names[2] and divides(s.results[0], shape, axis_sizes)]
+            made[id(node.strategies), names, shape] = (
+                *products,
+                *(s._replace(sent_in=name) for name in names[1] for s in sums),
+                *(s._replace(kept_in=name) for name in names[2] for s in kept),
+            )
+        formatted[i] = node._replace(strategies=made[id(node.strategies), names, shape])
     return formatted
 
 

@@ -7,10 +7,10 @@ tensor, row or block: the maximum over the mesh axes that split it. So a product
 sharded.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,15 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from search_spaces.communication.collectives import decode, encode
 from search_spaces.replay import bind, context_of
 from search_spaces.sharding.base import Layout, ReshardStep, Rule
 from search_spaces.sharding.coded_sums import sum_in_parts
 from search_spaces.sharding.codes import FORMATS as CODES
 from search_spaces.sharding.codes import sums_in
 from search_spaces.sharding.graph import Graph, Value, Vertex
-from search_spaces.sharding.interpreter import GraphInterpreter, ReadOperand
+from search_spaces.sharding.interpreter import GraphInterpreter, Keeping, ReadOperand
+from search_spaces.sharding.kept_codes import LateReads
 from search_spaces.sharding.product_formats import BLOCK, ProductFormat, contracted, takes, takes_formats
 from search_spaces.sharding.schedule import ProgramSchedule
 
@@ -126,7 +128,8 @@ class MixedProducts:
       layout: any layout; on one device specs mean nothing.
       row_of: by the index of a vertex, its row in the weights.
       formats: of the first columns of the weights.
-      sums: of the other columns; what is said of operands holds for the results of operations with these.
+      sums: of the next columns; what is said of operands holds for the results of operations with these.
+      kept: of the last columns; the same for results as the backward pass reads them.
     """
 
     def __init__(
@@ -136,15 +139,45 @@ class MixedProducts:
         row_of: Mapping[int, int],
         formats: Sequence[ProductFormat],
         sums: "SumsInParts | None" = None,
+        kept: "KeptInCodes | None" = None,
     ):
         self.graph, self.layout, self.row_of = graph, layout.with_formats(()), row_of
         self.formats, self.sums = tuple(formats), sums or SumsInParts((), (), 1)
+        self.kept = kept or KeptInCodes((), LateReads())
 
     def __call__(self, weights: jax.Array, *arguments: Any) -> list[Any]:
         """Returns the flat results; `weights` is `[rows, formats and sums]`, float32."""
         arrays = _Mixed(self.row_of, self.formats, self.sums, weights)
-        run = GraphInterpreter(self.graph, self.layout, lambda source, target: (), arrays, ProgramSchedule())
+        keeping = Keeping(self._keeper(weights), lambda mixed, value: mixed, self.kept.late)
+        path = cast(Any, lambda source, target: ())
+        run = GraphInterpreter(self.graph, self.layout, path, arrays, ProgramSchedule(), keeping=keeping)
         return run(arguments, self.graph.constant_arrays)
+
+    def _keeper(self, weights: jax.Array) -> Callable[[Any, Value], tuple[Any, Any]]:
+        first = len(self.formats) + len(self.sums.names)
+
+        def keep(array: Any, value: Value) -> tuple[Any, Any]:
+            """Returns an array, and a mixture of it with what its codes have in each format."""
+            exact, ways = array.astype(jnp.float32), []
+            for name in self.kept.names:
+                codes = decode(encode(exact, CODES[name]), CODES[name], array.shape[-1]).astype(array.dtype)
+                ways.append(lax.stop_gradient(codes.astype(jnp.float32)))
+            mixed = _mixture(exact, jnp.stack(ways), weights[self.row_of[value.vertex], first:])
+            return array, mixed.astype(array.dtype)
+
+        return keep
+
+
+class KeptInCodes(NamedTuple):
+    """The arrays that can be kept as codes, on one device.
+
+    Attributes:
+      names: of the formats, keys of `codes.FORMATS`.
+      late: what reads them.
+    """
+
+    names: Sequence[str]
+    late: LateReads
 
 
 class SumsInParts(NamedTuple):

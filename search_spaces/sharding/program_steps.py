@@ -23,7 +23,8 @@ from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Layout, ReshardStep
 from search_spaces.sharding.coded_sums import finished_steps
 from search_spaces.sharding.graph import Graph, Value, Vertex
-from search_spaces.sharding.interpreter import Flow, GraphInterpreter, ReadOperand
+from search_spaces.sharding.interpreter import Flow, GraphInterpreter, Keeping, ReadOperand
+from search_spaces.sharding.kept_codes import LateReads
 from search_spaces.sharding.messages import maxima_of
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.product_formats import FORMATS
@@ -73,7 +74,9 @@ def _is_token(array: Any) -> bool:
     return isinstance(array, _Token)
 
 
-def program_steps(graph: Graph, layout: Layout, costs: NodeCosts, schedule: ProgramSchedule) -> ProgramSteps:
+def program_steps(
+    graph: Graph, layout: Layout, costs: NodeCosts, schedule: ProgramSchedule, late: LateReads
+) -> ProgramSteps:
     """Returns the steps of a layout's program on one device.
 
     Args:
@@ -81,10 +84,12 @@ def program_steps(graph: Graph, layout: Layout, costs: NodeCosts, schedule: Prog
       layout: for every vertex its strategy.
       costs: seconds of arithmetic and collectives.
       schedule: where the program pauses.
+      late: what is kept as codes for the backward pass.
     """
     recorder = _Recorder(graph, layout, costs)
     flow = Flow(recorder.barrier, recorder.scan, recorder.while_loop, recorder.switch)
-    run = GraphInterpreter(graph, layout, costs.reshard_costs.path, recorder, schedule, flow, recorder.encode)
+    keeping = Keeping(recorder.keep, recorder.kept, late)
+    run = GraphInterpreter(graph, layout, costs.reshard_costs.path, recorder, schedule, flow, recorder.encode, keeping)
     run([_THERE] * len(graph.inputs), [_THERE] * len(graph.constants))
     return ProgramSteps(tuple(recorder.steps), tuple(recorder.origins))
 
@@ -158,6 +163,18 @@ class _Recorder:
             seconds = vertex.weight * self.costs.reshard_costs.maximum_s(axis, num_bytes)
             array = self._add(self._links((axis,)), seconds, [array], StepOrigin("all_reduce", operand.vertex, (axis,)))
         return array._replace(is_coded=True)
+
+    def keep(self, array: _Token, value: Value) -> tuple[_Token, _Token]:
+        """Adds what encodes a value for the backward pass, and decodes it, which has the same seconds."""
+        vertex = self.graph.vertices[value.vertex]
+        seconds = self.costs.chosen_keeping_s(vertex, self.layout)
+        codes = self._add((COMPUTE,), seconds, [array], StepOrigin("compute", vertex.index))
+        return array, codes
+
+    def kept(self, codes: _Token, value: Value) -> _Token:
+        """Returns the decoded value; `keep` has the seconds."""
+        del value
+        return codes
 
     def reduce(self, vertex: Vertex, results: Sequence[Any]) -> Sequence[Any]:
         """Adds the collectives that finish an operation's partial results."""

@@ -58,6 +58,7 @@ from search_spaces.sharding.explaining import (
 from search_spaces.sharding.forms import forms_of
 from search_spaces.sharding.graph import Graph
 from search_spaces.sharding.held_positions import held_positions
+from search_spaces.sharding.kept_codes import LateReads, Residuals
 from search_spaces.sharding.kernels import Kernels, kernels_of
 from search_spaces.sharding.memory import Lifetimes, Usages, lifetimes_of, usages_of
 from search_spaces.sharding.memory_use import memory_use
@@ -78,7 +79,7 @@ _ON_PRICES = frozenset({"node_costs", "_problem", "quantities", "preference_prob
 """What of a space depends on the seconds of its nodes."""
 _ON_NODES = frozenset({"formats_of", "nodes", "_strategy_numbers", "alike", "usages", "_transfer_matrices"})
 """What of a space depends on the strategies of its nodes."""
-_ON_MEMORY = frozenset({"kernels", "lifetimes", "usages"})
+_ON_MEMORY = frozenset({"kernels", "lifetimes", "usages", "residuals"})
 """What of a space depends on when the memory of values is free."""
 
 
@@ -203,6 +204,10 @@ class ShardingSpace:
             hub = self.hub_node.get(value.id)
             made_spec = strategies[value.vertex].results[value.result]
             value_specs.append(made_spec if hub is None else strategies[hub].results[0])
+        for value_id, hub in self.hub_node.items():
+            if strategies[hub].kept_in:
+                vertex = self.graph.values[value_id].vertex
+                strategies[vertex] = strategies[vertex]._replace(kept_in=strategies[hub].kept_in)
         return make_layout(self.graph, strategies[: len(self.graph.vertices)], value_specs)
 
     def predict(self, choice: Sequence[int]) -> StepPrediction:
@@ -220,11 +225,17 @@ class ShardingSpace:
 
         Where collectives hold arithmetic it has no schedule, because there is nothing that could run beside them.
         """
-        return DeviceProgram(self.graph, layout, mesh, self.reshard_costs.path, self._schedule(layout))
+        path, schedule = self.reshard_costs.path, self._schedule(layout)
+        return DeviceProgram(self.graph, layout, mesh, path, schedule, self.late_reads(layout))
+
+    def late_reads(self, layout: Layout) -> LateReads:
+        """Returns what a layout's program reads of its forward pass when that is over, if some of it are codes."""
+        kept = {self.graph.vertices[c.vertex].results[0].id: c.format for c in layout.coded if c.kind == "kept"}
+        return self.residuals.late_reads(kept) if kept else LateReads()
 
     def program_steps(self, layout: Layout) -> ProgramSteps:
         """Returns the steps of the device program of a layout, from which its timeline is played."""
-        return program_steps(self.graph, layout, self.node_costs, self._schedule(layout))
+        return program_steps(self.graph, layout, self.node_costs, self._schedule(layout), self.late_reads(layout))
 
     def _schedule(self, layout: Layout) -> ProgramSchedule:
         if self.hardware.exposed_share == 1:
@@ -241,7 +252,8 @@ class ShardingSpace:
     def nodes(self) -> list[Node]:
         """One node for each vertex, in order, then the hubs."""
         codes = [key for key in self.format_price_s if isinstance(key, Coded)]
-        return with_formats(self._exact_nodes, self.formats_of, codes, self.axis_sizes)
+        hub_of = {key.vertex: self.node_of(key) for key in codes if key.kind == "kept"}
+        return with_formats(self._exact_nodes, self.formats_of, codes, hub_of, self.axis_sizes)
 
     @cached_property
     def _exact_nodes(self) -> list[Node]:
@@ -264,7 +276,17 @@ class ShardingSpace:
     @cached_property
     def hub_node(self) -> dict[int, int]:
         """The index of the node of a value's hub, by the value's id."""
-        return {n.hub.id: i for i, n in enumerate(self.nodes) if n.hub is not None}
+        return {n.hub.id: i for i, n in enumerate(self._exact_nodes) if n.hub is not None}
+
+    def node_of(self, key: FormatKey) -> int:
+        """Returns the index of the node that decides whether something is in fewer bits."""
+        is_kept = isinstance(key, Coded) and key.kind == "kept"
+        return self.hub_node[self.graph.vertices[key[0]].results[0].id] if is_kept else key[0]
+
+    @cached_property
+    def residuals(self) -> Residuals:
+        """The arrays that can be kept as codes for the backward pass: those with a hub."""
+        return Residuals(self.graph, self.lifetimes, self.hub_node.keys())
 
     @cached_property
     def alike(self) -> np.ndarray:
@@ -299,7 +321,12 @@ class ShardingSpace:
     def usages_with(self, lifetimes: Lifetimes) -> Usages:
         """Returns the usages if values lived for other times, as they do where other arguments are donated."""
         held = held_positions(self.graph, self.axis_sizes, self.hardware, self.reshard_costs.path)
-        return usages_of(self.graph, self.nodes, self.hub_node, lifetimes, self.axis_sizes, held)
+        residuals = Residuals(self.graph, lifetimes, self.hub_node.keys()).of_value if self._has_kept else None
+        return usages_of(self.graph, self.nodes, self.hub_node, lifetimes, self.axis_sizes, held, residuals)
+
+    @property
+    def _has_kept(self) -> bool:
+        return any(isinstance(key, Coded) and key.kind == "kept" for key in self.format_price_s)
 
     @cached_property
     def node_costs(self) -> NodeCosts:

@@ -74,7 +74,7 @@ def _of_nodes(
 def _of_node(node: Node, node_costs: NodeCosts) -> tuple[np.ndarray, np.ndarray]:
     sent_s = np.zeros((len(node.strategies), 3, len(node_costs.axis_sizes)))
     if node.hub is not None:
-        return np.zeros(len(node.strategies)), sent_s
+        return node_costs.hub_s(node), sent_s
     vertex, shares, reshards = node.vertex, node_costs.shares, node_costs.reshard_costs
     for s, strategy in enumerate(node.strategies):
         for i, value in enumerate(vertex.results):

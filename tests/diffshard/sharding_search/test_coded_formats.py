@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import diffshard
 from diffshard.sharding_search.call import array_types
 from diffshard.sharding_search.format_losses import MeasuredLosses
-from diffshard.sharding_search.number_formats import groups_of
+from diffshard.sharding_search.number_formats import all_groups
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import space_of, trace_function
 
@@ -84,7 +84,7 @@ def test_gradients_are_summed_in_int8_where_links_are_slow_and_the_plan_is_saved
     loss = step(*plan.shard(*args))[0]["up"]
     np.testing.assert_array_equal(loaded.apply(train_step)(*plan.shard(*args))[0]["up"], loss)
     assert "sums are sent in other formats" in str(exact.diff(plan))
-    with pytest.raises(diffshard.PlanError, match="0 products and 2 sums in fewer bits"):
+    with pytest.raises(diffshard.PlanError, match="0 products and 2 sums or kept arrays"):
         loaded.apply(train_step, executor="constraints")(*args)
 
 
@@ -94,8 +94,8 @@ def test_one_device_measures_the_losses_of_the_program():
     options = Options(fn=train_step, mesh=mesh, hardware=slow_links(mesh), memory_limit_bytes=1e12)
     traced = trace_function(options, args)
     space = space_of(options, traced)
-    group = next(group for group in groups_of(space.graph, (), ["int8"]) if group.name == GRADIENTS)
     formats = diffshard.Formats(1.0, calls, steps=8, products=(), sums=["int8"])
+    group = next(group for group in all_groups(space, formats) if group.name == GRADIENTS)
     losses = MeasuredLosses(formats, space, options, array_types(traced.call.arrays), traced.out_paths, DEVICES)
     measured = losses._run({}, losses._calls, group.members)[1]
     step = search(products=(), sums=["int8"], increases={GRADIENTS: 0.0})
@@ -113,6 +113,7 @@ def test_sums_are_measured_and_rules_are_among_the_trials():
     plan = search(limit=0.5, calls=calls, steps=4, rounds=0, sums=["bfloat16", "int8"]).plan(*arguments())
     assert plan.formats is not None
     names = {trial.name for trial in plan.formats.trials}
+    assert plan.formats.measured_increase is not None
     assert plan.formats.measured_increase <= 0.5
     assert any(group.format == "int8" for group in plan.formats.groups)
     assert {"nothing", "all products", "sums of gradients in bfloat16"} <= names
@@ -124,9 +125,84 @@ def test_sums_are_measured_and_rules_are_among_the_trials():
     [
         ({"sums": ["int7"]}, r"`Formats\.sums` has 'int7'.*bfloat16, float8, int8, int4"),
         ({"sums": ["int8", "int8"]}, r"`Formats\.sums` must have each format once"),
-        ({"products": (), "sums": ()}, r"`Formats\.products` and `Formats\.sums` are both empty"),
+        ({"products": (), "sums": ()}, "has neither `products`"),
     ],
 )
 def test_formats_of_sums_that_break_a_rule(formats, match):
     with pytest.raises(ValueError, match=match):
         search(increases={}, **formats)
+
+
+KEPT = "arrays kept for the backward pass in int8"
+
+
+def deep_step(params, batch):
+    def loss_of(params):
+        x = batch["x"]
+        for name in sorted(params):
+            x = x + jnp.tanh(x @ params[name])
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
+
+
+def deep_arguments(rows=256, seed=0):
+    keys = jax.random.split(jax.random.key(7), 6)
+    params = {f"layer_{i}": jax.random.normal(key, (WIDTH, WIDTH)) / 4 for i, key in enumerate(keys)}
+    x, y = jax.random.normal(jax.random.key(seed), (2, rows, WIDTH))
+    return params, {"x": x, "y": y}
+
+
+def search_deep(memory_limit_bytes, limit=1.0, **formats):
+    mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
+    formats = diffshard.Formats(limit, products=(), kept=["int8"], **formats)
+    return diffshard.search(
+        deep_step, mesh, hardware="h100", formats=formats, memory_limit_bytes=memory_limit_bytes, donate_argnums=0
+    )
+
+
+def test_arrays_are_kept_as_codes_where_the_memory_asks_for_it(tmp_path):
+    args = deep_arguments()
+    free = search_deep(1e9, increases={KEPT: 0.1}).plan(*args)
+    assert not any(operation.kept_in for operation in free.operations)
+    limit = 0.85 * free.peak_bytes
+    mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
+    with pytest.raises(diffshard.InfeasibleError):
+        diffshard.search(deep_step, mesh, hardware="h100", memory_limit_bytes=limit, donate_argnums=0).plan(*args)
+    step = search_deep(limit, increases={KEPT: 0.1})
+    plan = step.plan(*args)
+    assert plan.peak_bytes <= limit
+    assert plan.step_s > free.step_s
+    assert plan.lower_bound_s <= plan.step_s
+    assert plan.formats is not None
+    (group,) = plan.formats.groups
+    assert 0 < group.num_rounded < group.count  # no more than the memory asks for
+    assert plan.formats.loss_increase == pytest.approx(0.1 * group.num_rounded / group.count)
+    assert "kept arrays in fewer bits" in str(plan)
+    plan.save(tmp_path / "plan.json")
+    loaded = diffshard.Plan.load(tmp_path / "plan.json", mesh)
+    assert loaded == plan
+    exact_params, exact_loss = deep_step(*args)
+    params, loss = step(*plan.shard(*args))
+    assert loss == pytest.approx(exact_loss)
+    changes = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), params, exact_params)
+    assert 0 < max(changes.values()) < 0.01
+    applied = loaded.apply(deep_step)(*plan.shard(*deep_arguments()))[0]
+    np.testing.assert_array_equal(applied["layer_0"], params["layer_0"])
+    assert "arrays are kept in other formats" in str(free.diff(plan))
+    with pytest.raises(diffshard.InfeasibleError, match="at most 0.001 to the loss"):
+        search_deep(limit, limit=0.001, increases={KEPT: 0.1}).plan(*args)
+
+
+def test_kept_codes_are_measured():
+    args = deep_arguments()
+    free = search_deep(1e9, increases={}).plan(*args)
+    calls = [deep_arguments(seed=seed) for seed in range(6)]
+    plan = search_deep(0.85 * free.peak_bytes, limit=0.5, calls=calls, steps=6, rounds=1).plan(*args)
+    assert plan.formats is not None
+    assert plan.formats.measured_increase is not None
+    assert plan.formats.measured_increase <= 0.5
+    assert "nothing" not in {trial.name for trial in plan.formats.trials}  # it does not fit
+    (group,) = plan.formats.groups
+    assert group.num_rounded > 0
