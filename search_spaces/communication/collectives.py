@@ -83,17 +83,36 @@ def encode(x: jax.Array, precision: Precision, key: jax.Array | None = None) -> 
     """
     if precision.rounding == "stochastic" and key is None:
         raise ValueError(f"`key` is None, but {precision.name!r} rounds stochastically; give a `jax.random.key`.")
+    codes, scales = to_codes(x, precision, key)
+    if math.isinf(precision.largest):
+        return codes
+    packed = lax.bitcast_convert_type(codes, jnp.uint8)
+    return jnp.concatenate([packed, lax.bitcast_convert_type(scales, jnp.uint8)], axis=-1)
+
+
+def to_codes(x: jax.Array, precision: Precision, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """Returns the codes of the numbers along the last dimension, and the scales apart from them.
+
+    Args:
+      x: `[..., elements]` real numbers.
+      precision: of the codes.
+      key: as for `encode`.
+
+    Returns:
+      `[..., blocks, codes]`, two codes of 4 bits in one; and the scales `[..., blocks]`, float32. Or `[..., elements]`
+      in the codes' type and no scales.
+    """
     x = x.astype(jnp.float32)
     if math.isinf(precision.largest):
-        return _round(x, precision, key).astype(precision.dtype)
+        return _round(x, precision, key).astype(precision.dtype), jnp.zeros(0)
     blocks = _blocks(x)
     scales = jnp.max(jnp.abs(blocks), axis=-1) / precision.largest
     scaled_blocks = blocks / jnp.where(scales > 0, scales, 1.0)[..., None]
     numbers = _round(jnp.clip(scaled_blocks, -precision.largest, precision.largest), precision, key)
-    codes = lax.bitcast_convert_type(numbers.astype(precision.dtype), jnp.uint8)
+    codes = numbers.astype(precision.dtype)
     if precision.bits == 4:
         codes = (codes[..., 0::2] & 0xF) | (codes[..., 1::2] << 4)
-    return jnp.concatenate([codes, lax.bitcast_convert_type(scales, jnp.uint8)], axis=-1)
+    return codes, scales
 
 
 def decode(encoded_numbers: jax.Array, precision: Precision, num_elements: int) -> jax.Array:
@@ -101,10 +120,17 @@ def decode(encoded_numbers: jax.Array, precision: Precision, num_elements: int) 
     if math.isinf(precision.largest):
         return encoded_numbers.astype(jnp.float32)
     codes, scales = encoded_numbers[..., :-4], lax.bitcast_convert_type(encoded_numbers[..., -4:], jnp.float32)
+    return from_codes(lax.bitcast_convert_type(codes, precision.dtype), scales, precision, num_elements)
+
+
+def from_codes(codes: jax.Array, scales: jax.Array, precision: Precision, num_elements: int) -> jax.Array:
+    """Decodes what `to_codes` returned; returns `[..., num_elements]` float32."""
+    if math.isinf(precision.largest):
+        return codes.astype(jnp.float32)
     if precision.bits == 4:
-        codes = jnp.stack([codes & 0xF, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
-        codes = jnp.where(codes > 7, codes | 0xF0, codes)
-    values = lax.bitcast_convert_type(codes, precision.dtype).astype(jnp.float32) * scales[..., None]
+        low = (codes << 4) >> 4  # with the sign of the low half
+        codes = jnp.stack([low, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
+    values = codes.astype(jnp.float32) * scales[..., None]
     return values.reshape(*values.shape[:-2], -1)[..., :num_elements]
 
 

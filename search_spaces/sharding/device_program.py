@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from search_spaces.communication.collectives import decode, encode
+from search_spaces.communication.collectives import from_codes, to_codes
 from search_spaces.partition_specs import IndexedSpec, named_spec, partition_spec
 from search_spaces.replay import bind
 from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy
@@ -129,7 +129,7 @@ class DeviceProgram:
 
     def keep(self, array: Any, value: Value) -> tuple[Any, Any]:
         """Returns a block for the forward pass and its codes, which are made before anything reads the block."""
-        codes = encode(array, CODES[self.keeping.late.kept[value.id]])
+        codes = to_codes(array, CODES[self.keeping.late.kept[value.id]])
         array, codes = jax.lax.optimization_barrier((array, codes))
         return array, codes
 
@@ -139,7 +139,7 @@ class DeviceProgram:
             CODES[self.keeping.late.kept[value.id]],
             self.blocks.shape(value.shape, self.layout.value_specs[value.id]),
         )
-        return decode(codes, precision, size[-1]).astype(value.dtype)
+        return from_codes(*codes, precision, size[-1]).astype(value.dtype)
 
     def reduce(self, vertex: Vertex, results: Sequence[Any]) -> Sequence[Any]:
         """Finishes the reduction of an operation on blocks."""

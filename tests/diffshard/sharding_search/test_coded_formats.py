@@ -191,7 +191,7 @@ def test_arrays_are_kept_as_codes_where_the_memory_asks_for_it(tmp_path):
     applied = loaded.apply(deep_step)(*plan.shard(*deep_arguments()))[0]
     np.testing.assert_array_equal(applied["layer_0"], params["layer_0"])
     assert "arrays are kept in other formats" in str(free.diff(plan))
-    with pytest.raises(diffshard.InfeasibleError, match="at most 0.001 to the loss"):
+    with pytest.raises(diffshard.InfeasibleError, match=r"at most 0\.001 to the loss"):
         search_deep(limit, limit=0.001, increases={KEPT: 0.1}).plan(*args)
 
 
