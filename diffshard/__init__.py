@@ -17,9 +17,6 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from cost.quantities import LiveMemory, Quantity
     from diffshard import nnx
     from diffshard.base import InfeasibleError, NumbersError, PlanError, ProcessesError, Proposal, Solution, Solver
-    from diffshard.bilevel_search.estimators.curvature import curvature
-    from diffshard.bilevel_search.estimators.mixture import mixture
-    from diffshard.bilevel_search.estimators.sampled import sampled
     from diffshard.bilevel_search.plans.pareto import Pareto, pareto
     from diffshard.bilevel_search.plans.plan import BilevelPlan
     from diffshard.bilevel_search.proving import CandidatesData
@@ -93,9 +90,6 @@ _NAMES_OF = {
         "Solution",
         "Solver",
     ),
-    "diffshard.bilevel_search.estimators.curvature": ("curvature",),
-    "diffshard.bilevel_search.estimators.mixture": ("mixture",),
-    "diffshard.bilevel_search.estimators.sampled": ("sampled",),
     "diffshard.bilevel_search.plans.pareto": ("Pareto", "pareto"),
     "diffshard.bilevel_search.plans.plan": ("BilevelPlan",),
     "diffshard.bilevel_search.proving": ("CandidatesData",),
@@ -228,7 +222,6 @@ __all__ = [
     "check_kernel",
     "compare",
     "current_version",
-    "curvature",
     "delayed",
     "expert_layer",
     "expert_plans",
@@ -241,7 +234,6 @@ __all__ = [
     "kernel",
     "learn_table_cost",
     "load_hardware",
-    "mixture",
     "nnx",
     "orthogonal",
     "padded_ids",
@@ -254,7 +246,6 @@ __all__ = [
     "reshard",
     "reshard_price",
     "resume",
-    "sampled",
     "save_hardware",
     "search",
     "shard_tables",

@@ -8,12 +8,14 @@ trains from its beginning, and needs none.
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy.linalg import hadamard
 
 from diffshard.sharding_search.call import ArrayType, array_types, bound_arguments, split
 from diffshard.sharding_search.looks import LOOK_SHARE, FlatCall, Look, State
@@ -28,6 +30,8 @@ from search_spaces.sharding.space import ShardingSpace
 
 LATE_SHARE = 0.2
 """The share of a validation run's losses that are compared: it is long enough to be judged by its end."""
+_MOST_DIFFERENCE = 0.02
+"""By how much the exact loss may differ between two ways to compute it, as a share: a few roundings of bfloat16."""
 _HALF_WAY = 0.5
 """The weight of a format in which the damage of errors without a mean has the slope of its increase from 0 to 1."""
 
@@ -78,13 +82,37 @@ class MeasuredLosses:
         names = {"product": formats.products, "sum": formats.sums, "kept": formats.kept}
         columns = [(kind, name) for kind, own in names.items() for name in own]
         self._column = {kind_and_name: column for column, kind_and_name in enumerate(columns)}
-        layout, sums = space.layout([0] * len(space.nodes)), SumsInParts(formats.sums, space.rules, num_devices)
+        sums = SumsInParts(formats.sums, space.rules, num_devices)
         kept = {v.results[0].id: "" for g in self.groups.values() if g.kind == "kept" for v in g.vertices}
         kept = KeptInCodes(formats.kept, space.residuals.late_reads(kept) if kept else LateReads())
-        mixed = MixedProducts(self.graph, layout, self._row, [FORMATS[name] for name in formats.products], sums, kept)
         replaced = [(i, argument) for i, argument in enumerate(self.graph.feedback) if argument is not None]
-        self.look = Look(mixed, replaced, self._loss)
+        layout = space.layout([0] * len(space.nodes))
+        mixed = MixedProducts(self.graph, layout, self._row, [FORMATS[name] for name in formats.products], sums, kept)
+        self.overflows: Counter[str] = Counter()
+        """How many operands of each group had numbers that are not finite, and so no scale."""
+        self.look = Look(mixed, replaced, self._loss, self._count_overflow)
         self._exact_losses: list[float] = []
+
+    def check_exact(self, fn: Callable[..., Sequence[Any]]) -> None:
+        """Compares the first loss of what is measured, with exact products, with that of the function itself.
+
+        Args:
+          fn: of the flat arguments; returns the flat results.
+
+        Raises:
+          ValueError: they differ by more than rounding; it has both numbers.
+        """
+        first = (self._calls or self._runs[0])[0]
+        measured, own = self.run({}, [first], frozenset())[1][0], float(jax.jit(fn)(*first)[self._loss])
+        if abs(measured - own) > _MOST_DIFFERENCE * max(1.0, abs(own)):
+            raise ValueError(
+                f"The loss of the first call is {own:.8g}, but the products that formats are measured with make it "
+                f"{measured:.8g}. This is a fault of diffshard, not of the function; search without `formats`."
+            )
+
+    def _count_overflow(self, row: int, column: int) -> None:
+        vertex, name = list(self._row)[row], self.formats.products[column]
+        self.overflows.update(group.name for group in self.groups.values() if (vertex, name) in group.members)
 
     @property
     def measured_by(self) -> str:
@@ -108,12 +136,14 @@ class MeasuredLosses:
         if self._runs:
             if not self._exact_losses:
                 self._exact_losses = [self._finite(run, frozenset()) for run in self._runs]
-            losses = [self._run({}, run, products)[1] for run in self._runs]
+            losses = [self.run({}, run, products)[1] for run in self._runs]
             return _increase([_late(loss, LATE_SHARE) for loss in losses], self._exact_losses, 1.0)
-        pairs = [
-            (_late(self._run(state, window, products)[1]), self._finite(window, frozenset(), state))
-            for state, window in self.points(products)
-        ]
+        pairs = []
+        for state, window in self.points(products):
+            own = _late(self.run(state, window, products)[1])
+            if not np.isfinite(own):  # then the state of the next look may not be, and no exact loss follows from it
+                return Increase(np.inf, None)
+            pairs.append((own, self._finite(window, frozenset(), state)))
         return _increase(*zip(*pairs, strict=True), factor=self.formats.factor)
 
     def increases_at(self, products: Set[FormatKey], groups: Sequence[ProductGroup]) -> list[float]:
@@ -143,7 +173,7 @@ class MeasuredLosses:
             for group in groups:
                 without = group.without(current)
                 pair = [without | group.members, without]
-                others = (_late(self._run(state, window, p)[1]) if p != current else base for p in pair)
+                others = (_late(self.run(state, window, p)[1]) if p != current else base for p in pair)
                 pairs.append(tuple(others))
             losses.append(pairs)
         means = [_mean_or_inf(*zip(*pairs, strict=True)) for pairs in zip(*losses, strict=True)]
@@ -172,29 +202,25 @@ class MeasuredLosses:
         num_looks = len(self.formats.look_starts)
         return [max(0.0, self.formats.factor * total / num_looks) for total in sums.values()]
 
-    def increases_by_regression(
-        self, products: Set[FormatKey], groups: Sequence[ProductGroup], seed: int = 0
-    ) -> list[float]:
-        """Measures all groups by looks in which each is in its format or not at random, and a regression."""
-        current, coefficients = frozenset(products), []
-        rng = np.random.default_rng(seed)
-        for state, window in self.points(current):
-            rows, losses = [], []
-            for _ in range((len(groups) + 2) // 2):
-                chosen = rng.random(len(groups)) < _HALF_WAY
-                for inside in (chosen, ~chosen):
-                    members = [g.members for g, is_in in zip(groups, inside, strict=True) if is_in]
-                    rows.append(inside)
-                    losses.append(_late(self._run(state, window, frozenset().union(*members))[1]))
-            design = np.column_stack([np.array(rows, float) - _HALF_WAY, np.ones(len(rows))])
-            coefficients.append(np.linalg.lstsq(design, np.array(losses), rcond=1e-6)[0][:-1])
-        return [max(0.0, self.formats.factor * float(mean)) for mean in np.mean(coefficients, axis=0)]
+    def increases_by_regression(self, products: Set[FormatKey], groups: Sequence[ProductGroup]) -> list[float]:
+        """Measures all groups by looks in each of which half of them are in their formats, and a regression.
+
+        Which half is a row of a Hadamard matrix, so that every look tells of every group: of two numbers that differ by
+        noise the mean over all looks has the least. The looks begin in a training with the given products in formats.
+        """
+        count = 1 << len(groups).bit_length()
+        is_in, means = hadamard(count)[:, 1 : len(groups) + 1] > 0, []
+        for state, window in self.points(frozenset(products)):
+            sets = [[g.members for g, inside in zip(groups, row, strict=True) if inside] for row in is_in]
+            losses = np.array([_late(self.run(state, window, frozenset().union(*own))[1]) for own in sets])
+            means.append([losses[row].mean() - losses[~row].mean() for row in is_in.T])
+        return [max(0.0, self.formats.factor * float(mean)) for mean in np.mean(means, axis=0)]
 
     def points(self, products: Set[FormatKey]) -> Iterator[tuple[State, Sequence[FlatCall]]]:
         """Returns the calls of each look, and the state before them in a training with some products in formats."""
         state, at = {}, 0
         for start in self.formats.look_starts:
-            state, at = self._run(state, self._calls[at:start], products)[0], start
+            state, at = self.run(state, self._calls[at:start], products)[0], start
             yield state, self._calls[start : start + self.formats.steps]
 
     def _weights(self, products: Set[FormatKey]) -> np.ndarray:
@@ -206,14 +232,14 @@ class MeasuredLosses:
     def _columns_of(self, kind: str) -> list[int]:
         return [column for (other, _), column in self._column.items() if other == kind]
 
-    def _run(self, state: State, calls: Sequence[FlatCall], products: Set[FormatKey]) -> tuple[State, np.ndarray]:
+    def run(self, state: State, calls: Sequence[FlatCall], products: Set[FormatKey]) -> tuple[State, np.ndarray]:
         """Returns the state after some calls, and the loss of each."""
         return self.look.run(self._weights(products), state, calls)
 
     def _finite(self, calls: Sequence[FlatCall], products: Set[FormatKey], state: State | None = None) -> float:
         """Returns the late loss of some calls that others are compared with."""
         share = LOOK_SHARE if state is not None else LATE_SHARE
-        late = _late(self._run(state or {}, calls, products)[1], share)
+        late = _late(self.run(state or {}, calls, products)[1], share)
         if not np.isfinite(late):
             where = ", ".join(name for name, group in self.groups.items() if group.members & products)
             what = "A look ahead" if state is not None else "A validation run"

@@ -8,10 +8,12 @@ plan whose own measured increase is within the limit is returned.
 """
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
+from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType
 
 from diffshard.base import OPTIMAL_GAP, InfeasibleError
@@ -94,6 +96,7 @@ def find_plan_with_formats(request: PlanRequest) -> Plan:
     rules = simple_rules(all_groups(space, formats))
     trials = _measured_trials(request, groups, losses, increases, rules)
     best = _fastest_within(trials, formats.max_loss_increase)
+    _warn_of_overflows(losses)
     return _with_formats(request, groups, best, trials, losses.measured_by)
 
 
@@ -175,8 +178,20 @@ def _measured_losses(request: PlanRequest) -> MeasuredLosses:
         traced_function = trace_function(options, first)
         space = space_of(options, traced_function)
     types = array_types(traced_function.call.arrays)
-    num_devices = math.prod(request.space.axis_sizes)
-    return MeasuredLosses(formats, space, options, types, traced_function.out_paths, num_devices)
+    paths, num_devices = traced_function.out_paths, math.prod(request.space.axis_sizes)
+    losses = MeasuredLosses(formats, space, options, types, paths, num_devices)
+    losses.check_exact(core.jaxpr_as_fun(traced_function.jaxpr))
+    return losses
+
+
+def _warn_of_overflows(losses: MeasuredLosses) -> None:
+    if losses.overflows:
+        counts = ", ".join(f"{count} of {name}" for name, count in losses.overflows.most_common())
+        warnings.warn(
+            f"{sum(losses.overflows.values())} operands had numbers that are not finite, so that no scale fits them, "
+            f"while formats were measured: {counts}. Losses that are not finite count as inf.",
+            stacklevel=2,
+        )
 
 
 def _increases_at(losses: MeasuredLosses, groups: Sequence[ProductGroup], products: Set[FormatKey]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """A look ahead: some steps of a training on given batches, run, or differentiated in the weights of number formats."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,17 +25,36 @@ class Look:
       mixed: the function.
       replaced: of each result that replaces an argument its number and that of the argument.
       loss: the number of the result that is the loss.
+      on_overflow: see `MixedProducts`.
     """
 
-    def __init__(self, mixed: MixedProducts, replaced: Sequence[tuple[int, int]], loss: int):
-        self._replaced, self._loss = tuple(replaced), loss
-        self._mixed, self._step, self._slopes = mixed, jax.jit(mixed), jax.jit(jax.grad(self._late_loss))
+    def __init__(
+        self,
+        mixed: MixedProducts,
+        replaced: Sequence[tuple[int, int]],
+        loss: int,
+        on_overflow: Callable[[int, int], None] | None = None,
+    ):
+        self._replaced, self._loss, self.mixed = tuple(replaced), loss, mixed
+        self._on_overflow, self._step, self._slopes = on_overflow, jax.jit(mixed), jax.jit(jax.grad(self._late_loss))
 
     def run(self, weights: np.ndarray, state: State, calls: Sequence[FlatCall]) -> tuple[State, np.ndarray]:
-        """Returns the state after some calls, and the loss of each; `weights` is `[rows, formats]`."""
+        """Returns the state after some calls, and the loss of each; `weights` is `[rows, formats]`.
+
+        Where a loss is not finite the calls run again, to count the operands that have no scale.
+        """
+        after, losses = self._run(self._step, weights, state, calls)
+        if self._on_overflow is not None and not np.all(np.isfinite(losses)):
+            self._run(jax.jit(self.mixed.counting(self._on_overflow)), weights, state, calls)
+            jax.effects_barrier()
+        return after, losses
+
+    def _run(
+        self, step: Callable[..., Any], weights: np.ndarray, state: State, calls: Sequence[FlatCall]
+    ) -> tuple[State, np.ndarray]:
         state, losses = dict(state), []
         for arguments in calls:
-            results = self._step(weights, *(state.get(i, array) for i, array in enumerate(arguments)))
+            results = step(weights, *(state.get(i, array) for i, array in enumerate(arguments)))
             state = {argument: results[result] for result, argument in self._replaced}
             losses.append(results[self._loss])
         return state, np.array(losses, np.float64)
@@ -54,7 +73,7 @@ class Look:
     def _late_loss(self, weights: jax.Array, state: dict[int, Any], batches: dict[int, Any]) -> jax.Array:
         @jax.checkpoint
         def step(state: dict[int, Any], batch: dict[int, Any]) -> tuple[dict[int, Any], jax.Array]:
-            results = self._mixed(weights, *(array for _, array in sorted({**state, **batch}.items())))
+            results = self.mixed(weights, *(array for _, array in sorted({**state, **batch}.items())))
             types = {i: array.dtype for i, array in state.items()}
             return {i: results[r].astype(types[i]) for r, i in self._replaced}, results[self._loss]
 

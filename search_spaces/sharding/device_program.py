@@ -139,7 +139,7 @@ class DeviceProgram:
             CODES[self.keeping.late.kept[value.id]],
             self.blocks.shape(value.shape, self.layout.value_specs[value.id]),
         )
-        return from_codes(*codes, precision, size[-1]).astype(value.dtype)
+        return from_codes(numbers, scales, precision, size[-1]).astype(value.dtype)
 
     def reduce(self, vertex: Vertex, results: Sequence[Any]) -> Sequence[Any]:
         """Finishes the reduction of an operation on blocks."""

@@ -7,6 +7,7 @@ tensor, row or block: the maximum over the mesh axes that split it. So a product
 sharded.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -132,6 +133,8 @@ class MixedProducts:
       kept: of the last columns; the same for results as the backward pass reads them.
     """
 
+    on_overflow: Callable[[int, int], None] | None = None
+
     def __init__(
         self,
         graph: Graph,
@@ -145,9 +148,18 @@ class MixedProducts:
         self.formats, self.sums = tuple(formats), sums or SumsInParts((), (), 1)
         self.kept = kept or KeptInCodes((), LateReads())
 
+    def counting(self, on_overflow: Callable[[int, int], None]) -> "MixedProducts":
+        """Returns the same with a function that is called on the host where an operand in a format has no scale.
+
+        That is where its numbers are not finite. The function gets a row and a column of the weights.
+        """
+        counting = copy.copy(self)
+        counting.on_overflow = on_overflow
+        return counting
+
     def __call__(self, weights: jax.Array, *arguments: Any) -> list[Any]:
-        """Returns the flat results; `weights` is `[rows, formats and sums]`, float32."""
-        arrays = _Mixed(self.row_of, self.formats, self.sums, weights)
+        """Returns the flat results; `weights` is `[rows, formats, sums and kept]`, float32."""
+        arrays = _Mixed(self.row_of, self.formats, self.sums, weights, self.on_overflow)
         keeping = Keeping(self._keeper(weights), lambda mixed, value: mixed, self.kept.late)
         path = cast(Any, lambda source, target: ())
         run = GraphInterpreter(self.graph, self.layout, path, arrays, ProgramSchedule(), keeping=keeping)
@@ -198,9 +210,15 @@ class _Mixed:
     """`interpreter.Arrays` on one device."""
 
     def __init__(
-        self, row_of: Mapping[int, int], formats: Sequence[ProductFormat], sums: SumsInParts, weights: jax.Array
+        self,
+        row_of: Mapping[int, int],
+        formats: Sequence[ProductFormat],
+        sums: SumsInParts,
+        weights: jax.Array,
+        on_overflow: Callable[[int, int], None] | None,
     ):
         self.row_of, self.formats, self.sums, self.weights = row_of, formats, sums, weights
+        self.on_overflow = on_overflow
 
     def reshard(self, array: Any, value: Value, source: Any, steps: Sequence[ReshardStep]) -> Any:
         del value, source, steps
@@ -219,8 +237,8 @@ class _Mixed:
             return bind(vertex.equation, operands)
         if not self.formats or not takes_formats(vertex):
             return self._summed(vertex, operands, bind(vertex.equation, operands))
-        weights = self.weights[self.row_of[vertex.index], : len(self.formats)]
-        mixed = [self._mixed(array, vertex, position, weights) for position, array in enumerate(operands)]
+        row = self.row_of[vertex.index]
+        mixed = [self._mixed(array, vertex, position, row) for position, array in enumerate(operands)]
         (product,) = bind(vertex.equation, mixed, preferred_element_type=jnp.dtype(jnp.float32), out_sharding=None)
         return self._summed(vertex, mixed, [product.astype(vertex.results[0].dtype)])
 
@@ -249,13 +267,19 @@ class _Mixed:
         numbers = [lax.stop_gradient(way.astype(jnp.float32)) for way in ways]
         return [_mixture(exact.astype(jnp.float32), jnp.stack(numbers), weights).astype(exact.dtype)]
 
-    def _mixed(self, array: Any, vertex: Vertex, position: int, weights: jax.Array) -> jax.Array:
-        exact, dim = array.astype(jnp.float32), contracted(vertex, position)[-1:]
-        ways = [
-            numbers_of(rounded(array, vertex, position, to, ()), *dim or (0,)) if takes(vertex, to.name) else exact
-            for to in self.formats
-        ]
-        return _mixture(exact, jnp.stack([lax.stop_gradient(way) for way in ways]), weights)
+    def _mixed(self, array: Any, vertex: Vertex, position: int, row: int) -> jax.Array:
+        exact, dim, ways = array.astype(jnp.float32), contracted(vertex, position), []
+        for column, to in enumerate(self.formats):
+            if not takes(vertex, to.name):
+                ways.append(exact)
+                continue
+            codes = rounded(array, vertex, position, to, ())
+            ways.append(numbers_of(codes, dim[-1] if dim else 0))
+            if self.on_overflow is not None:
+                has_none = (self.weights[row, column] > 0) & ~jnp.all(jnp.isfinite(codes.scale.astype(jnp.float32)))
+                report = partial(jax.debug.callback, partial(self.on_overflow, row, column))
+                lax.cond(has_none, report, lambda: None)
+        return _mixture(exact, lax.stop_gradient(jnp.stack(ways)), self.weights[row, : len(ways)])
 
     def reduce(self, vertex: Vertex, results: Sequence[Any]) -> Sequence[Any]:
         del vertex

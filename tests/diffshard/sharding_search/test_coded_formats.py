@@ -97,10 +97,10 @@ def test_one_device_measures_the_losses_of_the_program():
     formats = diffshard.Formats(1.0, calls, steps=8, products=(), sums=["int8"])
     group = next(group for group in all_groups(space, formats) if group.name == GRADIENTS)
     losses = MeasuredLosses(formats, space, options, array_types(traced.call.arrays), traced.out_paths, DEVICES)
-    measured = losses._run({}, losses._calls, group.members)[1]
+    measured = losses.run({}, losses._calls, group.members)[1]
     step = search(products=(), sums=["int8"], increases={GRADIENTS: 0.0})
     np.testing.assert_allclose(losses_of(step, step.plan(*args), 8), measured, rtol=2e-4)
-    exact = losses._run({}, losses._calls, frozenset())[1]
+    exact = losses.run({}, losses._calls, frozenset())[1]
     assert np.abs(exact - measured).max() > 1e-6
     (by_gradients,) = losses.increases_by_gradients(frozenset(), [group])
     (by_pairs,) = losses.increases_by_pairs(frozenset(), [group])
