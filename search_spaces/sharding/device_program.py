@@ -135,11 +135,10 @@ class DeviceProgram:
 
     def kept(self, codes: Any, value: Value) -> Any:
         """Returns the block that `keep` was given, as its codes have it."""
-        precision, size = (
-            CODES[self.keeping.late.kept[value.id]],
-            self.blocks.shape(value.shape, self.layout.value_specs[value.id]),
-        )
-        return from_codes(numbers, scales, precision, size[-1]).astype(value.dtype)
+        numbers, scales = codes
+        shape = self.blocks.shape(value.shape, self.layout.value_specs[value.id])
+        precision = CODES[self.keeping.late.kept[value.id]]
+        return from_codes(numbers, scales, precision, shape[-1]).astype(value.dtype)
 
     def reduce(self, vertex: Vertex, results: Sequence[Any]) -> Sequence[Any]:
         """Finishes the reduction of an operation on blocks."""
