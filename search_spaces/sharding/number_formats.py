@@ -170,11 +170,13 @@ class MixedProducts:
 
         def keep(array: Any, value: Value) -> tuple[Any, Any]:
             """Returns an array, and a mixture of it with what its codes have in each format."""
-            exact, ways = array.astype(jnp.float32), []
-            for name in self.kept.names:
-                codes = decode(encode(exact, CODES[name]), CODES[name], array.shape[-1]).astype(array.dtype)
-                ways.append(lax.stop_gradient(codes.astype(jnp.float32)))
-            mixed = _mixture(exact, jnp.stack(ways), weights[self.row_of[value.vertex], first:])
+            own = weights[self.row_of[value.vertex], first:]
+
+            def in_codes(name: str) -> jax.Array:
+                return decode(encode(array, CODES[name]), CODES[name], array.shape[-1]).astype(array.dtype)
+
+            ways = _ways_with_weight(array, own, [partial(in_codes, name) for name in self.kept.names])
+            mixed = _mixture(array.astype(jnp.float32), ways, own)
             return array, mixed.astype(array.dtype)
 
         return keep
@@ -260,12 +262,8 @@ class _Mixed:
         def in_parts(name: str) -> jax.Array:
             return sum_in_parts(vertex, rule, inputs, self.sums.num_devices, CODES[name])[0]
 
-        ways = [
-            lax.cond(weight == 0, lambda: exact, partial(in_parts, name))
-            for name, weight in zip(names, weights, strict=True)
-        ]
-        numbers = [lax.stop_gradient(way.astype(jnp.float32)) for way in ways]
-        return [_mixture(exact.astype(jnp.float32), jnp.stack(numbers), weights).astype(exact.dtype)]
+        ways = _ways_with_weight(exact, weights, [partial(in_parts, name) for name in names])
+        return [_mixture(exact.astype(jnp.float32), ways, weights).astype(exact.dtype)]
 
     def _mixed(self, array: Any, vertex: Vertex, position: int, row: int) -> jax.Array:
         exact, dim, ways = array.astype(jnp.float32), contracted(vertex, position), []
@@ -287,6 +285,12 @@ class _Mixed:
 
     def context_of(self, equation: core.JaxprEqn) -> AbstractContextManager[None]:
         return context_of(equation)
+
+
+def _ways_with_weight(exact: jax.Array, weights: jax.Array, ways: Sequence[Callable[[], jax.Array]]) -> jax.Array:
+    """Returns `[ways, ...]` float32, without derivatives; ways of weight 0 do not run, and are exact."""
+    numbers = [lax.cond(weight == 0, lambda: exact, way) for way, weight in zip(ways, weights, strict=True)]
+    return lax.stop_gradient(jnp.stack(numbers).astype(jnp.float32))
 
 
 @jax.custom_jvp
