@@ -42,7 +42,7 @@ _SOLVER_S = 10.0
 def losses_of(setting: Setting, products: Sequence[str], steps: int, seeds: int) -> MeasuredLosses:
     """Returns what measures the small model: two looks ahead, and a training for each seed."""
     num_calls = format_models.LOOKS * format_models.LOOK_STEPS
-    formats = diffshard.Formats(
+    formats = diffshard.formats.Formats(
         1.0,
         calls=setting.training(1000, num_calls),
         steps=format_models.LOOK_STEPS,

@@ -164,7 +164,7 @@ def joint_table(setting: Setting, budgets: Sequence[float], time_limit_s: float)
             chosen = [m for i in best_groups(gains, losses, budget) for m in groups[i].members]
             afterwards = in_formats(free, np.array(exact.choice), [m for m in chosen if of[m] > 0])
             afterwards_s = step_s(free.predict(afterwards.tolist()))
-            formats = diffshard.Formats(budget, increases=increases)
+            formats = diffshard.formats.Formats(budget, increases=increases)
             joint = diffshard.search(
                 setting.wide.step,
                 setting.mesh,
@@ -198,7 +198,7 @@ def compiled_table(name: str, mesh_text: str, sizes: str, time_limit_s: float) -
     for label, increases in (("exact", {}), ("float8", every)):
         step = diffshard.search(
             model.step, mesh, hardware=hardware, time_limit_s=time_limit_s, donate_argnums=0,
-            formats=diffshard.Formats(ANY_LOSS, increases=increases),
+            formats=diffshard.formats.Formats(ANY_LOSS, increases=increases),
         )  # fmt: skip
         arguments = abstract_arguments(model)
         plan = step.plan(*arguments)

@@ -12,7 +12,7 @@ from tests.diffshard.sharding_search.test_formats import WIDTH, mesh_of, search
 
 
 def slopes_and_losses(fn, calls, weight, step):
-    losses = losses_of(diffshard.Formats(1.0, calls=calls, steps=len(calls)), fn)
+    losses = losses_of(diffshard.formats.Formats(1.0, calls=calls, steps=len(calls)), fn)
     rows = len(losses.groups)
 
     def late(weights):
@@ -55,7 +55,7 @@ def test_half_way_the_slope_of_a_square_is_the_difference_of_its_ends():
         loss, gradients = jax.value_and_grad(loss_of)(params)
         return jax.tree.map(lambda p, g: p - 1e-9 * g, params, gradients), loss
 
-    losses = losses_of(diffshard.Formats(1.0, calls=calls, steps=2, factor=1.0), step)
+    losses = losses_of(diffshard.formats.Formats(1.0, calls=calls, steps=2, factor=1.0), step)
     forward, backward = losses.groups.values()
     added = losses.increase_of(forward.members).mean
     assert added > 1e-5
@@ -65,7 +65,7 @@ def test_half_way_the_slope_of_a_square_is_the_difference_of_its_ends():
 
 
 def test_regression_over_random_groups_finds_what_adds_up():
-    losses = losses_of(diffshard.Formats(1.0, calls=calls_of(3, 4), steps=4, factor=1.0))
+    losses = losses_of(diffshard.formats.Formats(1.0, calls=calls_of(3, 4), steps=4, factor=1.0))
     groups = list(losses.groups.values())
     numbers = {vertex.index: 0.5 + n for n, group in enumerate(groups) for vertex in group.vertices}
 
@@ -99,14 +99,14 @@ def test_operands_without_a_scale_are_counted_and_warned_of():
         plan = search(mesh_of(2), 1e9, masked_step, calls=calls, steps=2).plan(*calls[0])
     assert plan.formats is not None
     assert sorted(np.isinf(list(plan.formats.increases.values()))) == [False, False, True]
-    losses = losses_of(diffshard.Formats(1.0, calls=calls, steps=2), masked_step)
+    losses = losses_of(diffshard.formats.Formats(1.0, calls=calls, steps=2), masked_step)
     first, *others = losses.groups.values()
     losses.increases_by_pairs(frozenset(), [first, *others])
     assert losses.overflows == {first.name: 4}  # one operand in each of two steps, of two looks
 
 
 def test_another_exact_loss_is_an_error_with_both_numbers():
-    losses = losses_of(diffshard.Formats(1.0, calls=calls_of(3, 2), steps=2))
+    losses = losses_of(diffshard.formats.Formats(1.0, calls=calls_of(3, 2), steps=2))
 
     def other(*arguments):
         return [1.5 * result for result in losses.look.mixed(jnp.zeros((len(losses.groups), 1)), *arguments)]

@@ -20,7 +20,7 @@ BOTH = ("float8", "float4")
 
 def search(mesh, hardware, limit, products, **formats):
     return diffshard.search(
-        train_step, mesh, hardware=hardware, formats=diffshard.Formats(limit, products=products, **formats)
+        train_step, mesh, hardware=hardware, formats=diffshard.formats.Formats(limit, products=products, **formats)
     )
 
 
