@@ -93,6 +93,8 @@ class Operation:
         in order; empty in plans that were saved before they were written down.
       format: the name of the format to which a product's operands are rounded before they are multiplied, such as
         "float8"; "" for what runs as it was traced.
+      sent_in: the format of the codes in which partial sums are sent, such as "int8"; "" for the result's own type.
+      kept_in: the same for the codes as which the result is kept for the backward pass.
     """
 
     kind: Literal["operation", "input", "constant", "carry", "slice", "stack", "join"]
@@ -109,6 +111,8 @@ class Operation:
     next_best_s: AnyNumber = 0.0
     reductions: tuple[tuple[tuple[str, str], ...], ...] = ()
     format: str = ""
+    sent_in: str = ""
+    kept_in: str = ""
 
 
 @dataclass(frozen=True)
@@ -228,6 +232,7 @@ class FormatGroup:
       loss_increase: predicted for a whole training with all of them in the format; inf where a loss was not finite.
       gain_s: seconds of a step that those in the format gain.
       format: its name.
+      kind: "product", "sum" for partial sums that are sent as codes, "kept" for arrays that are kept as codes.
     """
 
     name: str
@@ -236,6 +241,7 @@ class FormatGroup:
     loss_increase: AmountOrInf
     gain_s: AnyNumber
     format: str = "float8"
+    kind: str = "product"
 
 
 @dataclass(frozen=True)

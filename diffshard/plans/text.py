@@ -119,6 +119,9 @@ def _remat(remat: Rematerialisation) -> str:
     return f"{kept}, {len(remat.recomputed)} operations computed again{takes}"
 
 
+_KINDS = {"product": "products", "sum": "sums", "kept": "kept arrays"}
+
+
 def _formats(formats: PlannedFormats) -> str:
     rows = format_table(formats_rows(formats), "  ", right=(1, 3, 4), wrap=(0,))
     lines = [*wrapped(f"Formats: {formats_words(formats)}", "", "  "), "", *rows]
@@ -132,8 +135,10 @@ def formats_words(formats: PlannedFormats) -> str:
     """Returns in words what number formats do to the loss."""
     measured = formats.measured_increase
     together = "" if measured is None else f"; {measured:+.2g} measured together by {formats.measured_by}"
+    kinds = dict.fromkeys(_KINDS[group.kind] for group in formats.groups) or ["products"]
     return (
-        f"products in fewer bits, with what their group adds to the loss: {formats.loss_increase:+.2g} predicted of "
+        f"{' and '.join(kinds)} in fewer bits, with what their group adds to the loss: "
+        f"{formats.loss_increase:+.2g} predicted of "
         f"{formats.max_loss_increase:+.2g} that may be added{together}"
     )
 

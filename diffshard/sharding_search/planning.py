@@ -344,6 +344,8 @@ def _operation(vertex: Vertex, layout: Layout, compute_s: float, axis_names: Seq
         if vertex.kind == "operation"
         else (),
         format=strategy.format,
+        sent_in=strategy.sent_in,
+        kept_in=strategy.kept_in,
     )
 
 
