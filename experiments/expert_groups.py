@@ -59,9 +59,9 @@ def random_cluster(num_workers: int, seed: int) -> ExpertWorkers:
     )
 
 
-def group(workers: ExpertWorkers, num_experts: int, solver: str | None = None) -> diffshard.GroupPlan:
+def group(workers: ExpertWorkers, num_experts: int, solver: str | None = None) -> diffshard.experts.GroupPlan:
     """Plans groups for the step of this experiment, with 16 examples for each worker."""
-    return diffshard.group_experts(
+    return diffshard.experts.group_experts(
         [EXPERT_FLOPS] * num_experts,
         workers.flops_per_s,
         workers.capacity,
@@ -115,7 +115,7 @@ def assignment_rows(sizes: Sequence[str], seeds: int) -> list[tuple]:
         rng = np.random.default_rng(seed)
         capacity = rng.integers(num_experts // num_workers, 2 * num_experts // num_workers + 1, num_workers)
         works, speeds = rng.uniform(1, 4, num_experts), rng.choice([1e3, 2e3, 4e3], num_workers)
-        assignment, seconds = _timed(diffshard.assign_experts, works, speeds, capacity)
+        assignment, seconds = _timed(diffshard.experts.assign_experts, works, speeds, capacity)
         times = (assignment.step_s, assignment.greedy_s, assignment.lower_bound_s)
         printed = (*(f"{1e3 * s:.3f}" for s in times), f"{assignment.gap:.2%}", f"{seconds:.1f}")
         rows.append((num_experts, num_workers, seed, *printed))

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cost.base import Evaluation, Problem, is_forbidden, num_memory_devices, num_strategies
-from cost.evaluation import Evaluator, evaluate
-from cost.relaxed import relaxed_cost
+from cost.evaluation import Evaluator, evaluate, relaxed_cost
 from diffshard.bilevel_search.base import LossPrediction
 from diffshard.solving.dual.soft_dual import free_prices, soft_dual, soft_problem
 from diffshard.solving.solve import solve

@@ -30,7 +30,7 @@ from diffshard.comparison.checked_search import Check
 from diffshard.comparison.compare import compare
 from diffshard.files import write_whole
 from diffshard.front_end import search
-from diffshard.hardware_file import load_hardware
+from diffshard.hardware import load_hardware
 from diffshard.pipelines.pipelined_function import PipelinedFunction
 from diffshard.pipelines.plan import PipelinePlan
 from diffshard.pipelines.plans import file as pipeline_file

@@ -16,12 +16,12 @@ import numpy as np
 
 from cost.memory import least_memory
 from diffshard.base import InfeasibleError
+from diffshard.baselines.plans import plans_of_baselines
 from diffshard.checks.collective_records import with_reduce_scatters
 from diffshard.checks.explicit_collectives import explicit_collectives
 from diffshard.checks.targets import Target
 from diffshard.checks.verify import predicted_sent_bytes, sent_bytes
 from diffshard.comparison.judging import CompilablePlan, judge
-from diffshard.experts.plans import plans_of_experts
 from diffshard.plans.base import Executor
 from diffshard.plans.comparison import ComparedPlan, Comparison
 from diffshard.plans.formats import format_bytes, format_count, format_s
@@ -113,7 +113,7 @@ def plan_by_compiling(
                 raise
             break
         if number == 0:
-            compiled_plans.add_experts(traced_function)
+            compiled_plans.add_baselines(traced_function)
         name = FOUND if limit_bytes == options.memory_limit_bytes else f"{FOUND} within {format_bytes(limit_bytes)}"
         run_again = request.with_recomputed(found.recomputed, found.offloaded)
         excess = compiled_plans.add_found(name, found, run_again.traced_function, run_again.space)
@@ -142,7 +142,7 @@ class _CompiledPlans:
       target: what programs are compiled for.
       timeout_s: seconds for each compilation.
       executors: by which found plans are compiled.
-      expert_plans: those that will be compiled with the next found plan.
+      baseline_plans: those that will be compiled with the next found plan.
       entries: plans that were compiled, and what became of them.
       notes: plans that were left out.
     """
@@ -151,11 +151,11 @@ class _CompiledPlans:
     target: Target
     timeout_s: float
     executors: Sequence[Executor]
-    expert_plans: list[CompilablePlan] = field(default_factory=list)
+    baseline_plans: list[CompilablePlan] = field(default_factory=list)
     entries: list[tuple[CompilablePlan, ComparedPlan]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def add_experts(self, traced_function: TracedFunction) -> None:
+    def add_baselines(self, traced_function: TracedFunction) -> None:
         """Adds the plans of experts, unless the user has given shardings, which these would not keep."""
         call = traced_function.call
         given = [path for path, spec in zip(call.paths, call.given, strict=True) if spec is not None]
@@ -163,11 +163,11 @@ class _CompiledPlans:
             more = f" and {format_count(len(given) - 1, 'more argument')}" if len(given) > 1 else ""
             self.notes.append(f"{given[0]}{more}: no expert's plan takes part, because shardings are given.")
             return
-        plans = plans_of_experts(replace(self.options, executor="propagation"), traced_function)
+        plans = plans_of_baselines(replace(self.options, executor="propagation"), traced_function)
         for name, plan in plans.items():
             options = replace(self.options, logical_axis_rules=plan.logical_axis_rules)
             by_rules = trace_call(options, traced_function.call) if plan.logical_axis_rules else traced_function
-            self.expert_plans.append(CompilablePlan(name, plan, by_rules, space_of(options, by_rules)))
+            self.baseline_plans.append(CompilablePlan(name, plan, by_rules, space_of(options, by_rules)))
         self.notes += [f"{name} is left out: {reason}" for name, reason in plans.left_out.items()]
 
     def add_found(self, name: str, found: Plan, traced_function: TracedFunction, space: ShardingSpace) -> float:
@@ -182,8 +182,8 @@ class _CompiledPlans:
             first_executor, _ = default_executor(space)
         executors = sorted(self.executors, key=lambda e: e != first_executor)  # the first wins where all fail
         found_plans = [CompilablePlan(name, with_executor(found, e, space), traced_function, space) for e in executors]
-        plans = [*found_plans, *self.expert_plans]
-        self.expert_plans = []
+        plans = [*found_plans, *self.baseline_plans]
+        self.baseline_plans = []
         rows = judge(plans, self.target, timeout_s=self.timeout_s)
         self.entries += zip(plans, rows, strict=True)
         peaks = [row.compiled_peak_bytes for row in rows[: len(found_plans)] if row.compiled_peak_bytes is not None]

@@ -219,7 +219,7 @@ class PipelinedFunction(Generic[PlanT]):
         if not isinstance(self.options.fn, DelayedStep) and has_versions((args, kwargs)):
             raise TypeError(
                 "The arguments have weights in two versions (`DelayedArray`), which only the schedule '2bw' and "
-                "`diffshard.delayed` take. Give `diffshard.current_version(state)`."
+                "`diffshard.pipelines.delayed` take. Give `diffshard.pipelines.current_version(state)`."
             )
         if not self.options.cluster.devices:
             raise ValueError(

@@ -88,6 +88,8 @@ class Certified:
 
 def relative_gap(step_s: float, lower_bound_s: float) -> float:
     """Returns how much less than a time its lower bound is, relative to the time; 0 if it is no less."""
+    if math.isinf(step_s):
+        return math.inf
     return max(step_s - lower_bound_s, 0.0) / step_s if step_s else 0.0
 
 

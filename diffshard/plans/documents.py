@@ -5,12 +5,13 @@ checksum tells that; whatever else cannot be is named by the field in which it i
 have no checksum.
 """
 
+import dataclasses
 import json
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self, TypeVar, get_args
 
 from cost.base import Link
 from diffshard.base import PlanError
@@ -21,14 +22,17 @@ from diffshard.rare_collections import rare_collections
 SHARDING, BILEVEL, PIPELINE = "diffshard plan", "diffshard bilevel plan", "diffshard pipeline plan"
 TABLES, HARDWARE = "diffshard plan of embedding tables", "diffshard hardware"
 EXPERT_GROUPS, EXPERT_ASSIGNMENT = "diffshard plan of expert groups", "diffshard assignment of experts"
+PLACEMENT, BUDGET = "diffshard placement", "diffshard budget"
 _LOADED_BY = {
     SHARDING: "`diffshard.Plan.load`",
     BILEVEL: "`diffshard.BilevelPlan.load`",
     PIPELINE: "`diffshard.PipelinePlan.load`",
-    TABLES: "`diffshard.TablePlan.load`",
-    HARDWARE: "`diffshard.load_hardware`",
-    EXPERT_GROUPS: "`diffshard.GroupPlan.load`",
-    EXPERT_ASSIGNMENT: "`diffshard.ExpertAssignment.load`",
+    TABLES: "`diffshard.tables.TablePlan.load`",
+    HARDWARE: "`diffshard.hardware.load_hardware`",
+    EXPERT_GROUPS: "`diffshard.experts.GroupPlan.load`",
+    EXPERT_ASSIGNMENT: "`diffshard.experts.ExpertAssignment.load`",
+    PLACEMENT: "`diffshard.pipelines.Placement.load`",
+    BUDGET: "`diffshard.elastic.Budget.load`",
 }
 _CHECKSUM = "checksum"
 _NO_CONTENT = ("format", "version", _CHECKSUM)
@@ -158,6 +162,8 @@ class RecordFile:
         whose class does not check its own fields.
       without: fields that are not saved.
       needed: fields that a file must have, although the record has a default for them.
+      parts: of classes that are not written field by field, how their values are written as JSON values or records,
+        and read back from JSON values; by the annotation of the fields that have them.
     """
 
     kind: str
@@ -165,11 +171,15 @@ class RecordFile:
     check: Callable[[Any], None] = lambda record: None
     without: Sequence[str] = ()
     needed: Sequence[str] = ()
+    parts: Mapping[Any, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = field(default_factory=dict)
 
     def to_json(self, record: Any) -> dict[str, Any]:
         """Returns a record as JSON values."""
-        saved = {name: value for name, value in to_json_values(record).items() if name not in self.without}
-        return {"format": self.kind, "version": self.version, **saved}
+        writers = {kind: write for hint, (write, _) in self.parts.items() for kind in get_args(hint) or (hint,)}
+        is_tuple = isinstance(record, tuple)
+        names = getattr(record, "_fields", ()) if is_tuple else [item.name for item in dataclasses.fields(record)]
+        fields = {name: getattr(record, name) for name in names if name not in self.without}
+        return {"format": self.kind, "version": self.version, **to_json_values(fields, writers)}
 
     def from_json(self, document: Any, name: str, record: type[_T]) -> _T:
         """Returns a record of JSON values; fields that are not there have their defaults.
@@ -182,11 +192,12 @@ class RecordFile:
         Raises:
           PlanError: they are of another kind or version, or damaged.
         """
+        readers = {hint: read_part for hint, (_, read_part) in self.parts.items()}
 
         def make(values: dict[str, Any]) -> _T:
             if missing := [f"`{field}`" for field in self.needed if field not in values]:
                 raise ValueError(f"it has no {' and no '.join(missing)}")
-            made: _T = from_json_values(record, values, {Link: link_from_json})
+            made: _T = from_json_values(record, values, {Link: link_from_json, **readers})
             self.check(made)
             return made
 

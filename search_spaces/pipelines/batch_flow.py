@@ -22,8 +22,11 @@ from search_spaces.pipelines.batch_states import (
     DivisionError,
     Split,
     State,
+    counted_operands,
     factor_strategy,
     inner_size,
+    is_linear,
+    make_where_read,
     named,
     spec_of,
     splits_groups,
@@ -31,8 +34,6 @@ from search_spaces.pipelines.batch_states import (
     whole_strategy,
 )
 from search_spaces.pipelines.forward_backward import is_transposed
-from search_spaces.pipelines.linear_operations import counted_operands, is_linear
-from search_spaces.pipelines.where_read import make_where_read
 from search_spaces.replay import REMAT
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.given import rank_of

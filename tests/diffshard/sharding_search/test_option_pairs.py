@@ -64,7 +64,7 @@ OPTIONS = {
     'check="compile"': lambda _: "compile",
     "cache": lambda folder: folder,
     "start": lambda _: earlier(),
-    "formats": lambda _: diffshard.Formats(0.1, increases={}),
+    "formats": lambda _: diffshard.formats.Formats(0.1, increases={}),
     "objective": lambda _: lambda step: step.seconds + 1e-12 * step.peak_bytes,
 }
 """A value of each option; the part before `=` is its name."""
