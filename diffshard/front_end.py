@@ -188,6 +188,20 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
     """
     check_pairs(locals())
     compiler, checks_numbers = checks_of(check)
+    of_both: dict[str, Any] = {  # searches, for shardings and for pipelines
+        "in_shardings": in_shardings,
+        "solver": DEFAULT_SOLVER if solver is None else solver,
+        "time_limit_s": time_limit_s,
+        "key": key,
+        "donate_argnums": positions(donate_argnums),
+        "donate_argnames": argument_names(donate_argnames),
+        "static_argnums": positions(static_argnums),
+        "static_argnames": argument_names(static_argnames),
+        "executor": executor,
+        "start": start,
+        "progress": progress,
+        "checks_numbers": checks_numbers,
+    }
     if pipeline is not None:
         if (mesh is None) == (devices is None):
             given = "neither" if mesh is None else "both"
@@ -201,22 +215,11 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
             with_remat(pipeline, remat),
             None,
             memory_limit_bytes=memory_limit_bytes,
-            donate_argnums=positions(donate_argnums),
-            donate_argnames=argument_names(donate_argnames),
-            in_shardings=in_shardings,
             logical_axis_rules=logical_axis_rules,
-            executor=executor,
-            key=key,
-            solver=DEFAULT_SOLVER if solver is None else solver,
-            time_limit_s=time_limit_s,
-            static_argnums=positions(static_argnums),
-            static_argnames=argument_names(static_argnames),
             cache=None if cache is None else checked_folder(cache),
-            start=start,
-            progress=progress,
             judge=judge,
             judged_by=judged_by,
-            checks_numbers=checks_numbers,
+            **of_both,
         )
         return PipelinedFunction(options, PipelinePlan)
     if isinstance(mesh, Cluster) and devices is None:
@@ -245,26 +248,15 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
             mesh=mesh,
             hardware=priced_for,
             memory_limit_bytes=priced_for.memory_bytes if memory_limit_bytes is None else memory_limit_bytes,
-            in_shardings=in_shardings,
-            solver=DEFAULT_SOLVER if solver is None else solver,
-            time_limit_s=time_limit_s,
-            key=key,
-            donate_argnums=positions(donate_argnums),
-            static_argnums=positions(static_argnums),
-            donate_argnames=argument_names(donate_argnames),
-            static_argnames=argument_names(static_argnames),
-            executor=executor,
             logical_axis_rules=(rules or ()) if candidates is None else (),
             metadata_rules=rules,
-            start=start,  # pyright: ignore[reportArgumentType]  # checked there
-            progress=progress,
             judged_by=judged_by,
-            checks_numbers=checks_numbers,
             candidates=candidates or (),
             names_levels=candidates is not None,
             remat=remat,
             objective=objective,
             formats=formats,
+            **of_both,
         )
     return PlannedFunction(options, functools.partial(plan_of_first_process, find))
 
