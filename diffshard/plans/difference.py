@@ -180,10 +180,16 @@ def _notes(first: PlanData, second: PlanData, alignment: Alignment) -> tuple[str
             f"{not_compared[0]:,} operations of the first and {not_compared[1]:,} of the second are in layers with too "
             "many to look for their partners: they are not compared one by one, only by layer."
         )
-    differing = [i for i, j in matched if first.operations[i].format != second.operations[j].format]
-    if differing:
-        names = sorted({operation_name(first, i) for i in differing})
-        notes.append(f"{len(differing):,} products have other number formats: {', '.join(names)}.")
+    for what, field in (
+        ("products have other number formats", "format"),
+        ("sums are sent in other formats", "sent_in"),
+        ("arrays are kept in other formats", "kept_in"),
+    ):
+        pairs = ((i, first.operations[i], second.operations[j]) for i, j in matched)
+        differing = [i for i, one, other in pairs if getattr(one, field) != getattr(other, field)]
+        if differing:
+            names = sorted({operation_name(first, i) for i in differing})
+            notes.append(f"{len(differing):,} {what}: {', '.join(names)}.")
     if dict(first.mesh_axes) != dict(second.mesh_axes):
         meshes = f"{format_devices(first.mesh_axes)} and {format_devices(second.mesh_axes)}"
         notes.append(f"The meshes differ: {meshes}. An axis of one name may have different sizes.")
