@@ -132,7 +132,7 @@ class GroupPlan(PlanRecord):
 
     @property
     def is_rectangular(self) -> bool:
-        """Tells whether the n-th workers of all groups hold the same experts, so that groups are rows of a mesh."""
+        """Whether the n-th workers of all groups hold the same experts, so that groups are rows of a mesh."""
         places = {
             tuple(group.index(worker) for worker in holders)
             for group, holders in zip(self.groups, self.expert_workers, strict=True)
