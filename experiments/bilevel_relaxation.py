@@ -18,8 +18,7 @@ import numpy as np
 import optax
 
 from cost.base import Problem, num_strategies
-from cost.evaluation import evaluate
-from cost.relaxed import relaxed_cost
+from cost.evaluation import evaluate, relaxed_cost
 from diffshard.base import Solution
 from diffshard.bilevel_search.relaxation import marginal_logits
 from diffshard.solving.presolve.ties import merge_ties

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cost.base import Evaluation, Problem, is_forbidden, num_strategies
-from cost.evaluation import Evaluator, evaluate
-from cost.relaxed import relaxed_cost
+from cost.evaluation import Evaluator, evaluate, relaxed_cost
 from diffshard.bilevel_search.base import LossPrediction
 from diffshard.solving.dual.ascent import cost_at_prices, initial_prices, softmin_weights
 from diffshard.solving.dual.sweeps import lay_out, sweep

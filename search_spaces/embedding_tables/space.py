@@ -18,11 +18,13 @@ from cost.evaluation import checked_choice
 from search_spaces.base import Part
 from search_spaces.embedding_tables.base import DecodedTables, EmbeddingTable, TableDevices
 from search_spaces.embedding_tables.device_arrays import DeviceArrays, device_arrays
-from search_spaces.embedding_tables.price_tables import strategy_prices
 from search_spaces.embedding_tables.prices import Price, decoded
-from search_spaces.embedding_tables.strategies import StrategyKind, TableStrategies, strategies_of
-from search_spaces.embedding_tables.tiers import (
+from search_spaces.embedding_tables.strategies import (
     LEAST_HOST_SHARE,
+    StrategyKind,
+    TableStrategies,
+    strategies_of,
+    strategy_prices,
     whole_on_host,
     with_copied_hot_rows,
     with_host_memory,

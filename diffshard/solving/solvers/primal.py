@@ -1,7 +1,7 @@
 """The plain relaxation: a softmax over each node's logits makes the cost differentiable, and Adam minimises it.
 
 It starts at several random logits, with an entropy whose temperature falls. The objective is the relaxed cost
-(`cost.relaxed`) of rows p = softmax(logits), less temperature times their entropy, plus a penalty on the expected
+(`cost.evaluation`) of rows p = softmax(logits), less temperature times their entropy, plus a penalty on the expected
 memory in excess: an augmented Lagrangian whose multipliers rise where the limit is exceeded. Rows are rounded node by
 node, each to the cheapest strategy given the other rows, and the choices come down by single-node moves. Uniform rows
 are rounded first, so that there is an answer before the first step.

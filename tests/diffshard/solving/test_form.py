@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from cost.base import Problem, num_strategies
-from cost.evaluation import change_costs, evaluate
-from cost.relaxed import relaxed_cost
+from cost.evaluation import change_costs, evaluate, relaxed_cost
 from diffshard.solving import form
 from diffshard.solving.form import has_few_pairs, is_node_form, node_form
 from diffshard.solving.objectives.largest_loads import split_loads
