@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -20,7 +22,7 @@ from search_spaces.replay import bind
 from search_spaces.sharding.base import Layout, ReshardStep
 from search_spaces.sharding.float8 import float8_dtypes
 from search_spaces.sharding.given import rank_of
-from search_spaces.sharding.graph import Graph, Value, Vertex
+from search_spaces.sharding.graph import Graph, Value, Vertex, follows_contraction
 from search_spaces.sharding.interpreter import GraphInterpreter, ReadOperand
 from search_spaces.sharding.local_blocks import Blocks, context_of_blocks
 from search_spaces.sharding.local_operations import LocalCall, combiner, run_local, unpadded, untyped_parameters
@@ -44,7 +46,7 @@ class DeviceProgram:
 
     def __init__(self, graph: Graph, layout: Layout, mesh: Mesh | AbstractMesh, path: Paths, schedule: ProgramSchedule):
         self.graph, self.layout, self.mesh, self.path = graph, layout, mesh, path
-        self.schedule = schedule
+        self.schedule, self.follows_contraction = schedule, follows_contraction(graph)
         self.blocks = Blocks(tuple(mesh.axis_names), tuple(mesh.shape[name] for name in mesh.axis_names))
         # Asked here, because within the mapping over the mesh an opaque operation could not be traced by itself.
         whole = whole_operations(graph, layout.strategies, self.blocks.axis_sizes)
@@ -72,7 +74,11 @@ class DeviceProgram:
         """Runs the collective of each step."""
         if isinstance(array, Codes):
             return array._replace(codes=self.blocks.reshard(array.codes, value.shape, source, steps))
-        return self.blocks.reshard(array, value.shape, source, steps)
+        block = self.blocks.reshard(array, value.shape, source, steps)
+        # XLA leaves the result of an all-to-all as it arrives, and all that is added to it lies so as well: without
+        # this, the embeddings of a batch would decide how the residual stream of all layers lies.
+        is_embedding = not self.follows_contraction[value.vertex] and any(step.kind == "all_to_all" for step in steps)
+        return self.lay_out(block) if is_embedding and self.schedule.pauses else block
 
     def fix(self, array: Any, value: Value, spec: IndexedSpec) -> Any:
         """Returns the block as it is: its spec is known."""
@@ -127,6 +133,13 @@ class DeviceProgram:
     def _slice(self, array: Any, value: Value, spec: IndexedSpec) -> Any:
         whole = replicated_spec(len(value.shape))
         return self.blocks.reshard(array, value.shape, whole, self.path(whole, spec)) if value.shape else array
+
+    def lay_out(self, array: Any, major: int = 0) -> Any:
+        """Constrains the layout of a block."""
+        if array.ndim < 2:
+            return array
+        order = (major, *(dim for dim in range(array.ndim) if dim != major))
+        return with_layout_constraint(array, MemoryLayout(major_to_minor=order))
 
     def context_of(self, equation: core.JaxprEqn) -> AbstractContextManager[None]:
         """Restores the source line, name scope, random numbers and place of an equation, but not its mesh."""
