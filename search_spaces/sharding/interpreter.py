@@ -209,7 +209,7 @@ class GraphInterpreter:
         roots = dict.fromkeys(stage.fetch.root.id for stage in pause.stages if stage.is_first)
         if not keys and not roots:
             return
-        reduced = {v.id for v in pause.values if v.vertex in self.schedule.late_reductions | self.schedule.late_operations}
+        reduced = {value.id for value in pause.values} & self.schedule.reduced_values
         arrays = [self.arrays.lay_out(env[key]) if key in reduced else env[key] for key in (*keys, *roots)]
         after = self.flow.barrier(arrays)
         for key, array in zip(keys, after, strict=False):
