@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from cost.base import COLLECTIVE_KINDS, CollectiveKind, Hardware, Link
 from cost.collectives import collective_sent_bytes
 from cost.hosts import hosts_along
-from cost.line_fitting import fit_latency_and_slope, fit_lines
+from cost.lines import fit_latency_and_slope, fit_lines
 from cost.presets import EXPOSED_ON_GPU
 
 
@@ -29,7 +29,7 @@ def calibrate(
 ) -> Hardware:
     """Measures one device and the links of a mesh by running on it.
 
-    `diffshard.calibrate` explains the arguments and the result; it lets the processes of a job agree, too.
+    `diffshard.hardware.calibrate` explains the arguments and the result; it lets the processes of a job agree, too.
 
     Raises:
       ValueError: an abstract mesh, one without a device of this process, or a size or number that is too small.

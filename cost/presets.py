@@ -186,8 +186,8 @@ _PRESETS: dict[str, tuple[Hardware, Network]] = {
         _HOPPER_HOST,
     ),
     # DGX B200 datasheet (nvidia.com/en-us/data-center/dgx-b200) and the architecture's brief; dense rates of one of its
-    # 8 GPUs: bfloat16 2250, TF32 1125, float8 and int8 4500, FP64 37 TFLOP/s; 180 GB at 8 TB/s; NVLink 5 at 900 GB/s
-    # each way, 8 ConnectX-7 at 400 Gbit/s.
+    # 8 GPUs: bfloat16 2250, TF32 1125, float8 and int8 4500, float4 9000, FP64 37 TFLOP/s; 180 GB at 8 TB/s; NVLink 5
+    # at 900 GB/s each way, 8 ConnectX-7 at 400 Gbit/s.
     "b200": (
         _gpu(
             "B200-180GB",
@@ -197,6 +197,7 @@ _PRESETS: dict[str, tuple[Hardware, Network]] = {
                 "bfloat16": 2250 * _TB,
                 "float16": 2250 * _TB,
                 "float8_e4m3fn": 4500 * _TB,
+                "float4_e2m1fn": 9000 * _TB,
                 "int8": 4500 * _TB,
             },
             8000 * _GB,
@@ -227,8 +228,8 @@ _PRESETS: dict[str, tuple[Hardware, Network]] = {
         ),
         TorusPod(8960, 4, 100 * _GB, 6.25 * _GB, launch_s=1e-6, hop_s=1e-6, network_hop_s=10e-6),
     ),
-    # Two cores of an AMD EPYC 9005 with XLA's CPU backend, as `diffshard.calibrate` measures them on 8 emulated devices
-    # (python -m experiments.calibration): the whole processor's rates, which its emulated devices share.
+    # Two cores of an AMD EPYC 9005 with XLA's CPU backend, as `diffshard.hardware.calibrate` measures them on 8
+    # emulated devices (python -m experiments.calibration): the whole processor's rates, which they share.
     "cpu": (
         Hardware(
             "CPU, 2 cores",
@@ -353,7 +354,7 @@ def preset_name_of(device_kind: str) -> str:
             return name
     raise ValueError(
         f"`hardware` has no preset for devices of the kind {device_kind!r}; there are {', '.join(PRESET_NAMES)}. "
-        "Give a `Hardware`, or measure one with `diffshard.calibrate(mesh)`."
+        "Give a `Hardware`, or measure one with `diffshard.hardware.calibrate(mesh)`."
     )
 
 

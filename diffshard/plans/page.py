@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from diffshard.plans.base import PlanData
 from diffshard.plans.comparison import page_elements
-from diffshard.plans.computing import computing_parts
 from diffshard.plans.drawings import Curve, Mark, plot
 from diffshard.plans.formats import (
     format_array,
@@ -33,19 +32,18 @@ from diffshard.plans.page_elements import (
     table,
     with_code,
 )
+from diffshard.plans.sections import computing_parts, whole_lines
 from diffshard.plans.summary import (
     alike_arguments,
     collective_totals,
     dearest_operations,
     device_bytes,
-    has_bound,
     reason,
     verdict,
 )
 from diffshard.plans.text import format_plan, formats_rows, formats_words, trials_rows
 from diffshard.plans.timeline import timeline_elements
 from diffshard.plans.tried_shapes import shape_table
-from diffshard.plans.whole_work import whole_lines
 from search_spaces.partition_specs import NamedSpec
 
 _MOST_OPERATIONS = 8
@@ -129,7 +127,7 @@ def _cards(plan: PlanData) -> str:
     limit = plan.memory_limit_bytes
     share = "no limit" if math.isinf(limit) else f"{plan.peak_bytes / limit:.0%} of {format_bytes(limit)}"
     objective = plan.objective
-    is_proven = math.isfinite(objective.gap) if objective else has_bound(plan.lower_bound_s, plan.gap)
+    is_proven = math.isfinite(objective.gap) if objective else plan.certificate.has_bound
     bound = f"{objective.lower_bound:.6g} of {objective.name}" if objective else format_s(plan.lower_bound_s)
     searched = [(f"{objective.value:.6g}", f"{objective.name}, which was made small")] if objective else []
     return cards(

@@ -39,11 +39,10 @@ from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.residual_record import record_of
 from diffshard.sharding_search.warm_start import is_made_for
 from diffshard.solving.solvers import gradient
-from search_spaces.rematerialisation.choices import Network, RematChoice
+from search_spaces.rematerialisation.choices import Network, RematChoice, relaxed_problem
 from search_spaces.rematerialisation.offloading import HostLink, offloadable, offloading
 from search_spaces.rematerialisation.passes import passes_of
 from search_spaces.rematerialisation.regions import regions_of_choice
-from search_spaces.rematerialisation.relaxation import relaxed_problem
 from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.spec import local_bytes
 
@@ -121,7 +120,6 @@ class _Search:
         return replace(
             plan,
             lower_bound_s=bound_s,
-            gap=(plan.step_s - bound_s) / plan.step_s if plan.step_s else 0.0,
             status=plan.status if plan.step_s <= (1 + 1e-7) * bound_s or plan.status != "optimal" else "finished",
             search_s=time.perf_counter() - request.start_s,
             function_digest=function_digest(request.traced_function),

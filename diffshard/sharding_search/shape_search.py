@@ -85,7 +85,7 @@ def _searched(find: Find, request: PlanRequest) -> OuterSearch[Plan]:
     options, least_s = request.options, 0.0
     if options.objective is not None:
         least_s = -math.inf
-    elif options.remat is None:  # what is copied to the host or computed again is other arithmetic
+    elif options.remat is None and options.formats is None:  # these have other arithmetic
         num_devices = math.prod(options.axis_sizes)
         least_s = least_step_s(request.traced_function.graph, request.space.donated, options.hardware, num_devices)
     _ = request.space.problem  # built before the solver's time begins, as of a single mesh
@@ -117,8 +117,7 @@ def _with_all_shapes(plan: Plan, shapes: OuterSearch[Plan]) -> Plan:
     bound_s = min(plan.step_s, shapes.lower_bound)
     tried = [TriedShape(t.name, t.cost, t.lower_bound, t.search_s, t.status) for t in shapes.tried]
     tried.sort(key=lambda s: (s.step_s is None, s.step_s or 0.0, s.lower_bound_s))
-    gap = (plan.step_s - bound_s) / plan.step_s if plan.step_s else 0.0
-    return replace(plan, lower_bound_s=bound_s, gap=gap, shapes=tuple(tried))
+    return replace(plan, lower_bound_s=bound_s, shapes=tuple(tried))
 
 
 def _with_all_values(plan: Plan, objective: PlannedObjective, shapes: OuterSearch[Plan]) -> Plan:
@@ -129,7 +128,7 @@ def _with_all_values(plan: Plan, objective: PlannedObjective, shapes: OuterSearc
         tried.append(TriedShape(one.name, None, 0.0, one.search_s, one.status, value))
     tried.sort(key=lambda s: math.inf if s.objective is None else s.objective.value)
     objective = replace(objective, lower_bound=min(objective.value, shapes.lower_bound))
-    return replace(plan, objective=objective, gap=objective.gap, shapes=tuple(tried))
+    return replace(plan, objective=objective, shapes=tuple(tried))
 
 
 def _progress(shapes: OuterSearch[Plan], tell: Progress | None, least_s: float, *, is_last: bool) -> Progress | None:

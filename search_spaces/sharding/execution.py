@@ -125,11 +125,6 @@ class Execution:
         constraints = zip(results, vertex.results, strategy.results, strict=True)
         return [self.fix(array, value, spec) for array, value, spec in constraints]
 
-    def lay_out(self, array: Any, major: int = 0) -> Any:
-        """Returns the array as it is: how it lies is left to XLA."""
-        del major
-        return array
-
     def context_of(self, equation: core.JaxprEqn) -> AbstractContextManager[None]:
         """Restores the source line, name scope and settings of an equation."""
         return context_of(equation)

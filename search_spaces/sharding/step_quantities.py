@@ -10,8 +10,9 @@ import numpy as np
 
 from cost.base import Problem
 from cost.edges import merge_edges
-from cost.quantities import LiveMemory, Quantities, Quantity
+from cost.quantities import LiveMemory, Quantities, Quantity, with_weights
 from search_spaces.sharding.base import Edge, Node
+from search_spaces.sharding.coded_sums import finished_steps
 from search_spaces.sharding.edge_costs import edge_key, messages_of, read_spec
 from search_spaces.sharding.node_costs import NodeCosts
 
@@ -50,6 +51,39 @@ def step_quantities(
     return parts | {MEMORY: LiveMemory(problem)}
 
 
+def step_problem(preference: Problem, quantities: Quantities) -> Problem:
+    """Returns a space's problem with the links' limit: a step waits for collectives that run beside arithmetic.
+
+    It waits for the larger of two loads: what the hardware's share says, and their links' seconds less arithmetic.
+
+    Args:
+      preference: the problem without seconds.
+      quantities: from `step_quantities`.
+    """
+    counted = {COMPUTE: 1.0, HELD: 1.0, BESIDE: 0.0, WAITED: 0.0, MEMORY: 0.0}
+    weights = {name: np.full(quantity.shape, counted[name]) for name, quantity in quantities.items()}
+    compute, beside, waited = (quantities[name] for name in (COMPUTE, BESIDE, WAITED))
+    assert isinstance(compute, Quantity)
+    assert isinstance(beside, Quantity)
+    assert isinstance(waited, Quantity)
+    zeros = [np.zeros(1)] * len(beside.edge)
+    return with_weights(preference, quantities, weights)._replace(
+        load=_waits(compute.node, beside.node, waited.node), edge_load=_waits(zeros, beside.edge, waited.edge)
+    )
+
+
+def _waits(
+    compute: Sequence[np.ndarray], beside: Sequence[np.ndarray], waited: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """Returns `[..., 2]` the two loads at each place; places with equal arrays share one."""
+    loads: dict[tuple[int, ...], np.ndarray] = {}
+    keys = list(zip(map(id, compute), map(id, beside), map(id, waited), strict=True))
+    for key, own, sent, exposed in zip(keys, compute, beside, waited, strict=True):
+        if key not in loads:
+            loads[key] = np.stack([exposed.sum(axis=-1), sent.sum(axis=-1) - own], axis=-1)
+    return [loads[key] for key in keys]
+
+
 def _preference_s(node: Node, node_costs: NodeCosts) -> np.ndarray:
     if node.hub is not None:
         return np.zeros(len(node.strategies))
@@ -73,12 +107,12 @@ def _of_nodes(
 def _of_node(node: Node, node_costs: NodeCosts) -> tuple[np.ndarray, np.ndarray]:
     sent_s = np.zeros((len(node.strategies), 3, len(node_costs.axis_sizes)))
     if node.hub is not None:
-        return np.zeros(len(node.strategies)), sent_s
+        return node_costs.hub_s(node), sent_s
     vertex, shares, reshards = node.vertex, node_costs.shares, node_costs.reshard_costs
     for s, strategy in enumerate(node.strategies):
-        for value, steps in zip(vertex.results, strategy.reductions, strict=True):
+        for i, value in enumerate(vertex.results):
             exposed = shares.exposed(value)
-            for step in steps:
+            for step in finished_steps(reshards.path, value, strategy, i)[0]:
                 link_s = vertex.reduction_weight * reshards.step_s(step, value.num_bytes, shares.latency(value))
                 sent_s[s, :, step.axis] += _counted(link_s, exposed * link_s)
         for collective, link_s, waited_s in node_costs.own_collectives(vertex, strategy):
@@ -119,12 +153,12 @@ def _of_edge(edge: Edge, nodes: Sequence[Node], node_costs: NodeCosts) -> np.nda
         link_s = edge.weight * reshards.axes_s((pair[0],), (pair[1],), message.num_bytes, latency)[0, 0]
         of_pair[pair] = _counted(link_s, exposed * link_s)
         for axis in message.maxima:
-            maximum_s = edge.weight * reshards.maximum_s(axis)
+            maximum_s = edge.weight * reshards.maximum_s(axis, message.maxima_bytes)
             of_pair[pair][:, axis] += _counted(maximum_s, (exposed if message.is_coded else 1.0) * maximum_s)
     if of_pair:
         for t, strategy in enumerate(reader.strategies):
-            if strategy.in_float8:
-                sent_s[:, t] = [of_pair[source, targets[t]] for source in sources]
+            if strategy.format:
+                sent_s[:, t] = [of_pair[source, targets[t], strategy.format] for source in sources]
     return sent_s
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from diffshard.pipelines.plans.text import short_source
-from diffshard.plans.text_table import TEXT_WIDTH
+from diffshard.plans.formats import TEXT_WIDTH
 from tests.diffshard.pipelines.small_pipeline_plan import small_pipeline_plan
 
 EXPECTED = """\
@@ -68,8 +68,8 @@ def test_idle_devices_and_gaps_of_devices_are_shown():
 
 
 def test_no_bound_and_no_gap_are_said():
-    assert "no bound was reached" in str(small_pipeline_plan(lower_bound_s=0.0, gap=1.0))
-    assert "no pipeline that keeps its residuals" in str(small_pipeline_plan(lower_bound_s=0.068, gap=0.0))
+    assert "no bound was reached" in str(small_pipeline_plan(lower_bound_s=0.0))
+    assert "no pipeline that keeps its residuals" in str(small_pipeline_plan(lower_bound_s=0.068))
 
 
 def test_sources_are_short():

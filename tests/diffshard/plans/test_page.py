@@ -4,10 +4,10 @@ import dataclasses
 import math
 import re
 
-from diffshard.plans.advice import Advice
 from diffshard.plans.layers import layer_name, layers, layers_of_operations
 from diffshard.plans.page import format_page
-from diffshard.plans.page_style import STYLE
+from diffshard.plans.page_elements import STYLE
+from diffshard.plans.sections import Advice
 from diffshard.plans.summary import modules_of
 from tests.diffshard.plans.page_checker import checked_page
 from tests.diffshard.plans.small_plan import operation, small_plan
@@ -127,7 +127,7 @@ def test_each_cell_has_the_title_of_its_column_for_narrow_screens():
 
 
 def test_pages_of_plans_without_limits_bounds_or_history():
-    plan = small_plan(memory_limit_bytes=math.inf, lower_bound_s=-math.inf, gap=math.inf, history=(), notes=())
+    plan = small_plan(memory_limit_bytes=math.inf, lower_bound_s=-math.inf, history=(), notes=())
     checked(plan)
 
 
