@@ -23,9 +23,9 @@ from jax.sharding import Mesh
 import diffshard
 from cost.networks import links_of
 from diffshard.baselines.base import DoesNotApplyError
-from diffshard.checks.achievable_rates import H100_HOST, achievable_rates
-from diffshard.checks.perfetto import write_perfetto
+from diffshard.checks.kernel_work import H100_HOST, achievable_rates
 from diffshard.checks.timeline import Timeline, simulate
+from diffshard.checks.timeline_lanes import write_perfetto
 from diffshard.checks.verify import verify
 from diffshard.plans.timeline import PredictedWait
 from experiments import experts
@@ -60,11 +60,14 @@ class Setting(NamedTuple):
     hardware: diffshard.Hardware
 
 
-def time_plan(setting: Setting, plan_name: str, time_limit_s: float) -> tuple[Row, Timeline]:
-    """Plans, compiles and plays back the found plan or an expert's."""
+def time_plan(
+    setting: Setting, plan_name: str, time_limit_s: float, by_hand: experts.HandPlan | None = None
+) -> tuple[Row, Timeline]:
+    """Plans, compiles and plays back the found plan, an expert's, or one that is given."""
     _, _, model, mesh, hardware = setting
     args = abstract_arguments(model)
-    by_hand = None if plan_name == FOUND else experts.EXPERTS[plan_name](*args, mesh)
+    if by_hand is None and plan_name != FOUND:
+        by_hand = experts.EXPERTS[plan_name](*args, mesh)
     step = diffshard.search(
         model.step, mesh, hardware=hardware, time_limit_s=time_limit_s, donate_argnums=0,
         in_shardings=by_hand.in_shardings if by_hand else None,

@@ -89,7 +89,7 @@ def test_groups_are_measured_and_the_plan_runs_is_saved_applied_and_compared(tmp
     assert plan.formats is not None
     assert all(increase >= 0 for increase in plan.formats.increases.values())
     assert {operation.format for operation in plan.operations if "dot_general" in operation.signature} == {"float8"}
-    assert "Formats: products in float8" in str(plan)
+    assert "Formats: products in fewer bits" in str(plan)
     assert all(group.name.replace("<", "&lt;") in plan.html() for group in plan.formats.groups)
     plan.save(tmp_path / "plan.json")
     loaded = diffshard.Plan.load(tmp_path / "plan.json", mesh)
@@ -101,7 +101,7 @@ def test_groups_are_measured_and_the_plan_runs_is_saved_applied_and_compared(tmp
     assert loss != exact_loss
     np.testing.assert_allclose(loss, exact_loss, rtol=0.05)
     assert "products have other number formats" in str(exact.diff(plan))
-    with pytest.raises(diffshard.PlanError, match="float8"):
+    with pytest.raises(diffshard.PlanError, match="fewer bits"):
         loaded.apply(train_step, executor="constraints")(*args)
 
 
@@ -164,7 +164,7 @@ def test_a_loss_that_is_too_coarse():
 
 def test_a_loss_that_is_not_finite():
     params, batch = arguments()
-    with pytest.raises(ValueError, match=r"not finite, with no product in float8"):
+    with pytest.raises(ValueError, match=r"not finite, with no product in fewer bits"):
         measuring(train_step, (jax.tree.map(lambda p: p * jnp.nan, params), batch))
 
 
