@@ -14,13 +14,10 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cost.base import Hardware
 from cost.number_ranges import Amount, AmountOrInf, AnyNumber, Count, FiniteNumber, Index, Limit, LowerBound
-from diffshard.plans.advice import Advice
 from diffshard.plans.certificate import Certified, History
 from diffshard.plans.comparison import Comparison
-from diffshard.plans.computing import PredictedComputing
-from diffshard.plans.residuals import Rematerialisation
+from diffshard.plans.sections import Advice, PredictedComputing, Rematerialisation, WholeWork
 from diffshard.plans.timeline import PredictedTimeline
-from diffshard.plans.whole_work import WholeWork
 from search_spaces.partition_specs import NamedSpec, partition_spec
 
 Executor = Literal["constraints", "program", "propagation"]
@@ -96,6 +93,8 @@ class Operation:
         in order; empty in plans that were saved before they were written down.
       format: the name of the format to which a product's operands are rounded before they are multiplied, such as
         "float8"; "" for what runs as it was traced.
+      sent_in: the format of the codes in which partial sums are sent, such as "int8"; "" for the result's own type.
+      kept_in: the same for the codes as which the result is kept for the backward pass.
     """
 
     kind: Literal["operation", "input", "constant", "carry", "slice", "stack", "join"]
@@ -112,6 +111,8 @@ class Operation:
     next_best_s: AnyNumber = 0.0
     reductions: tuple[tuple[tuple[str, str], ...], ...] = ()
     format: str = ""
+    sent_in: str = ""
+    kept_in: str = ""
 
 
 @dataclass(frozen=True)
@@ -231,6 +232,7 @@ class FormatGroup:
       loss_increase: predicted for a whole training with all of them in the format; inf where a loss was not finite.
       gain_s: seconds of a step that those in the format gain.
       format: its name.
+      kind: "product", "sum" for partial sums that are sent as codes, "kept" for arrays that are kept as codes.
     """
 
     name: str
@@ -239,6 +241,7 @@ class FormatGroup:
     loss_increase: AmountOrInf
     gain_s: AnyNumber
     format: str = "float8"
+    kind: str = "product"
 
 
 @dataclass(frozen=True)

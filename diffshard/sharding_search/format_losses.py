@@ -19,11 +19,13 @@ from scipy.linalg import hadamard
 
 from diffshard.sharding_search.call import ArrayType, array_types, bound_arguments, split
 from diffshard.sharding_search.looks import LOOK_SHARE, FlatCall, Look, State
-from diffshard.sharding_search.number_formats import Formats, ProductGroup, groups_of
+from diffshard.sharding_search.number_formats import Formats, ProductGroup, all_groups, kind_of
 from diffshard.sharding_search.options import Options
+from search_spaces.sharding.base import FormatKey
 from search_spaces.sharding.graph import Graph
-from search_spaces.sharding.number_formats import MixedProducts
-from search_spaces.sharding.product_formats import FORMATS, FormattedProduct, is_backward
+from search_spaces.sharding.kept_codes import LateReads
+from search_spaces.sharding.number_formats import KeptInCodes, MixedProducts, SumsInParts
+from search_spaces.sharding.product_formats import FORMATS, is_backward
 from search_spaces.sharding.space import ShardingSpace
 
 LATE_SHARE = 0.2
@@ -50,6 +52,7 @@ class MeasuredLosses:
       options: of this function.
       types: of its flat arguments.
       paths: of its flat results.
+      num_devices: that share partial sums.
 
     Raises:
       ValueError: the function trains nothing, its loss is not found, or calls do not fit it.
@@ -62,9 +65,10 @@ class MeasuredLosses:
         options: Options,
         types: Sequence[ArrayType],
         paths: Sequence[str],
+        num_devices: int = 1,
     ):
         self.formats, self.graph = formats, space.graph
-        self.groups = {group.name: group for group in groups_of(self.graph, formats.products)}
+        self.groups = {group.name: group for group in all_groups(space, formats)}
         _check_trains(self.graph, options.function_name)
         self._loss = loss_result(formats, self.graph, paths)
         self._calls = _flat_calls(options, types, "Formats.calls", formats.calls)
@@ -75,10 +79,15 @@ class MeasuredLosses:
         _warn_of_equal_batches(self.graph, self._calls, self._runs)
         vertices = dict.fromkeys(v.index for group in self.groups.values() for v in group.vertices)
         self._row = {vertex: row for row, vertex in enumerate(vertices)}
-        self._column = {name: column for column, name in enumerate(formats.products)}
+        names = {"product": formats.products, "sum": formats.sums, "kept": formats.kept}
+        columns = [(kind, name) for kind, own in names.items() for name in own]
+        self._column = {kind_and_name: column for column, kind_and_name in enumerate(columns)}
+        sums = SumsInParts(formats.sums, space.rules, num_devices)
+        kept = {v.results[0].id: "" for g in self.groups.values() if g.kind == "kept" for v in g.vertices}
+        kept = KeptInCodes(formats.kept, space.residuals.late_reads(kept) if kept else LateReads())
         replaced = [(i, argument) for i, argument in enumerate(self.graph.feedback) if argument is not None]
         layout = space.layout([0] * len(space.nodes))
-        mixed = MixedProducts(self.graph, layout, self._row, [FORMATS[name] for name in formats.products])
+        mixed = MixedProducts(self.graph, layout, self._row, [FORMATS[name] for name in formats.products], sums, kept)
         self.overflows: Counter[str] = Counter()
         """How many operands of each group had numbers that are not finite, and so no scale."""
         self.look = Look(mixed, replaced, self._loss, self._count_overflow)
@@ -117,7 +126,7 @@ class MeasuredLosses:
         """Whether there are calls for looks ahead."""
         return bool(self._calls)
 
-    def increase_of(self, products: Set[FormattedProduct]) -> Increase:
+    def increase_of(self, products: Set[FormatKey]) -> Increase:
         """Returns what products in formats together add to the loss of a whole training: inf if it is not finite then.
 
         Validation runs tell it, or else looks ahead.
@@ -137,7 +146,7 @@ class MeasuredLosses:
             pairs.append((own, self._finite(window, frozenset(), state)))
         return _increase(*zip(*pairs, strict=True), factor=self.formats.factor)
 
-    def increases_at(self, products: Set[FormattedProduct], groups: Sequence[ProductGroup]) -> list[float]:
+    def increases_at(self, products: Set[FormatKey], groups: Sequence[ProductGroup]) -> list[float]:
         """Measures what each group adds to the loss of a whole training where other products are in formats.
 
         Args:
@@ -149,7 +158,7 @@ class MeasuredLosses:
         """
         return self.increases_by_pairs(products, groups)
 
-    def increases_by_pairs(self, products: Set[FormattedProduct], groups: Sequence[ProductGroup]) -> list[float]:
+    def increases_by_pairs(self, products: Set[FormatKey], groups: Sequence[ProductGroup]) -> list[float]:
         """Measures each group by looks ahead: with it and without it, beside the given products.
 
         The looks begin in a training with the given products in formats. Of a group among these it is what the loss
@@ -162,8 +171,7 @@ class MeasuredLosses:
         for state, window in self.points(current):
             base, pairs = self._finite(window, current, state), []
             for group in groups:
-                own = {vertex.index for vertex in group.vertices}
-                without = frozenset(product for product in current if product[0] not in own)
+                without = group.without(current)
                 pair = [without | group.members, without]
                 others = (_late(self.run(state, window, p)[1]) if p != current else base for p in pair)
                 pairs.append(tuple(others))
@@ -171,7 +179,7 @@ class MeasuredLosses:
         means = [_mean_or_inf(*zip(*pairs, strict=True)) for pairs in zip(*losses, strict=True)]
         return [max(0.0, self.formats.factor * mean) for mean in means]
 
-    def increases_by_gradients(self, products: Set[FormattedProduct], groups: Sequence[ProductGroup]) -> list[float]:
+    def increases_by_gradients(self, products: Set[FormatKey], groups: Sequence[ProductGroup]) -> list[float]:
         """Measures all groups by the derivative of a look's loss, through its updates, in the weights of formats.
 
         A group that is measured stands half-way between exact and rounded. There the derivative of what is quadratic
@@ -185,16 +193,16 @@ class MeasuredLosses:
                 weights = self._weights(current)
                 for group in measured:
                     rows = [self._row[vertex.index] for vertex in group.vertices]
-                    weights[rows] = 0.0
-                    weights[rows, self._column[group.format]] = _HALF_WAY
+                    weights[np.ix_(rows, self._columns_of(group.kind))] = 0.0
+                    weights[rows, self._column[group.kind, group.format]] = _HALF_WAY
                 slopes = self.look.slopes(weights, state, window)
                 for group in measured:
                     rows = [self._row[vertex.index] for vertex in group.vertices]
-                    sums[group.name] += float(slopes[rows, self._column[group.format]].sum())
+                    sums[group.name] += float(slopes[rows, self._column[group.kind, group.format]].sum())
         num_looks = len(self.formats.look_starts)
         return [max(0.0, self.formats.factor * total / num_looks) for total in sums.values()]
 
-    def increases_by_regression(self, products: Set[FormattedProduct], groups: Sequence[ProductGroup]) -> list[float]:
+    def increases_by_regression(self, products: Set[FormatKey], groups: Sequence[ProductGroup]) -> list[float]:
         """Measures all groups by looks in each of which half of them are in their formats, and a regression.
 
         Which half is a row of a Hadamard matrix, so that every look tells of every group: of two numbers that differ by
@@ -208,24 +216,27 @@ class MeasuredLosses:
             means.append([losses[row].mean() - losses[~row].mean() for row in is_in.T])
         return [max(0.0, self.formats.factor * float(mean)) for mean in np.mean(means, axis=0)]
 
-    def points(self, products: Set[FormattedProduct]) -> Iterator[tuple[State, Sequence[FlatCall]]]:
+    def points(self, products: Set[FormatKey]) -> Iterator[tuple[State, Sequence[FlatCall]]]:
         """Returns the calls of each look, and the state before them in a training with some products in formats."""
         state, at = {}, 0
         for start in self.formats.look_starts:
             state, at = self.run(state, self._calls[at:start], products)[0], start
             yield state, self._calls[start : start + self.formats.steps]
 
-    def _weights(self, products: Set[FormattedProduct]) -> np.ndarray:
+    def _weights(self, products: Set[FormatKey]) -> np.ndarray:
         weights = np.zeros((len(self._row), len(self._column)), np.float32)
-        for vertex, name in products:
-            weights[self._row[vertex], self._column[name]] = 1.0
+        for key in products:
+            weights[self._row[key[0]], self._column[kind_of(key), key[1]]] = 1.0
         return weights
 
-    def run(self, state: State, calls: Sequence[FlatCall], products: Set[FormattedProduct]) -> tuple[State, np.ndarray]:
+    def _columns_of(self, kind: str) -> list[int]:
+        return [column for (other, _), column in self._column.items() if other == kind]
+
+    def run(self, state: State, calls: Sequence[FlatCall], products: Set[FormatKey]) -> tuple[State, np.ndarray]:
         """Returns the state after some calls, and the loss of each."""
         return self.look.run(self._weights(products), state, calls)
 
-    def _finite(self, calls: Sequence[FlatCall], products: Set[FormattedProduct], state: State | None = None) -> float:
+    def _finite(self, calls: Sequence[FlatCall], products: Set[FormatKey], state: State | None = None) -> float:
         """Returns the late loss of some calls that others are compared with."""
         share = LOOK_SHARE if state is not None else LATE_SHARE
         late = _late(self.run(state or {}, calls, products)[1], share)

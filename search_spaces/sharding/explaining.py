@@ -11,6 +11,7 @@ from cost.evaluation import change_costs
 from search_spaces.base import Part, Traffic
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Edge, Layout, Node, ReshardStep, ShardingStrategy
+from search_spaces.sharding.coded_sums import finished_steps
 from search_spaces.sharding.edge_costs import read_spec, readers_of
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.memory_use import MemoryUse
@@ -131,7 +132,7 @@ def predict(
     """
     strategies = list(zip(graph.vertices, layout.strategies, strict=True))
     return StepPrediction(
-        np.array([costs.chosen_compute_s(vertex, strategy) for vertex, strategy in strategies]),
+        np.array([costs.chosen_compute_s(v, s) + costs.chosen_keeping_s(v, layout) for v, s in strategies]),
         tuple(_transfers(graph, nodes, edges, costs, axis_names, strategies, choice)),
         np.array([float(costs.preference_s(v, (layout.strategies[v.index],))[0]) for v in graph.inputs]),
     )
@@ -177,7 +178,8 @@ def _transfers(
                 )
 
     for vertex, strategy in strategies:
-        for value, steps in zip(vertex.results, strategy.reductions, strict=True):
+        for i, value in enumerate(vertex.results):
+            steps, _ = finished_steps(reshard_costs.path, value, strategy, i)
             add(steps, value, vertex.reduction_weight, vertex.index, vertex.index)
         for collective, link_s, waited_s in costs.own_collectives(vertex, strategy):
             seconds = vertex.weight * waited_s, vertex.weight * link_s

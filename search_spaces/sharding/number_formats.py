@@ -8,21 +8,27 @@ sharded.
 """
 
 import copy
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core
 
+from search_spaces.communication.collectives import decode, encode
 from search_spaces.replay import bind, context_of
-from search_spaces.sharding.base import Layout, ReshardStep
+from search_spaces.sharding.base import Layout, ReshardStep, Rule
+from search_spaces.sharding.coded_sums import sum_in_parts
+from search_spaces.sharding.codes import FORMATS as CODES
+from search_spaces.sharding.codes import sums_in
 from search_spaces.sharding.graph import Graph, Value, Vertex
-from search_spaces.sharding.interpreter import GraphInterpreter, ReadOperand
-from search_spaces.sharding.product_formats import BLOCK, ProductFormat, contracted, takes
+from search_spaces.sharding.interpreter import GraphInterpreter, Keeping, ReadOperand
+from search_spaces.sharding.kept_codes import LateReads
+from search_spaces.sharding.product_formats import BLOCK, ProductFormat, contracted, takes, takes_formats
 from search_spaces.sharding.schedule import ProgramSchedule
 
 
@@ -122,14 +128,25 @@ class MixedProducts:
       graph: the traced function.
       layout: any layout; on one device specs mean nothing.
       row_of: by the index of a vertex, its row in the weights.
-      formats: of the columns of the weights.
+      formats: of the first columns of the weights.
+      sums: of the next columns; what is said of operands holds for the results of operations with these.
+      kept: of the last columns; the same for results as the backward pass reads them.
     """
 
     on_overflow: Callable[[int, int], None] | None = None
 
-    def __init__(self, graph: Graph, layout: Layout, row_of: Mapping[int, int], formats: Sequence[ProductFormat]):
+    def __init__(
+        self,
+        graph: Graph,
+        layout: Layout,
+        row_of: Mapping[int, int],
+        formats: Sequence[ProductFormat],
+        sums: "SumsInParts | None" = None,
+        kept: "KeptInCodes | None" = None,
+    ):
         self.graph, self.layout, self.row_of = graph, layout.with_formats(()), row_of
-        self.formats = tuple(formats)
+        self.formats, self.sums = tuple(formats), sums or SumsInParts((), (), 1)
+        self.kept = kept or KeptInCodes((), LateReads())
 
     def counting(self, on_overflow: Callable[[int, int], None]) -> "MixedProducts":
         """Returns the same with a function that is called on the host where an operand in a format has no scale.
@@ -141,10 +158,54 @@ class MixedProducts:
         return counting
 
     def __call__(self, weights: jax.Array, *arguments: Any) -> list[Any]:
-        """Returns the flat results; `weights` is `[rows, formats]`, float32."""
-        arrays = _Mixed(self.row_of, self.formats, weights, self.on_overflow)
-        run = GraphInterpreter(self.graph, self.layout, lambda source, target: (), arrays, ProgramSchedule())
+        """Returns the flat results; `weights` is `[rows, formats, sums and kept]`, float32."""
+        arrays = _Mixed(self.row_of, self.formats, self.sums, weights, self.on_overflow)
+        keeping = Keeping(self._keeper(weights), lambda mixed, value: mixed, self.kept.late)
+        path = cast(Any, lambda source, target: ())
+        run = GraphInterpreter(self.graph, self.layout, path, arrays, ProgramSchedule(), keeping=keeping)
         return run(arguments, self.graph.constant_arrays)
+
+    def _keeper(self, weights: jax.Array) -> Callable[[Any, Value], tuple[Any, Any]]:
+        first = len(self.formats) + len(self.sums.names)
+
+        def keep(array: Any, value: Value) -> tuple[Any, Any]:
+            """Returns an array, and a mixture of it with what its codes have in each format."""
+            own = weights[self.row_of[value.vertex], first:]
+
+            def in_codes(name: str) -> jax.Array:
+                return decode(encode(array, CODES[name]), CODES[name], array.shape[-1]).astype(array.dtype)
+
+            ways = _ways_with_weight(array, own, [partial(in_codes, name) for name in self.kept.names])
+            mixed = _mixture(array.astype(jnp.float32), ways, own)
+            return array, mixed.astype(array.dtype)
+
+        return keep
+
+
+class KeptInCodes(NamedTuple):
+    """The arrays that can be kept as codes, on one device.
+
+    Attributes:
+      names: of the formats, keys of `codes.FORMATS`.
+      late: what reads them.
+    """
+
+    names: Sequence[str]
+    late: LateReads
+
+
+class SumsInParts(NamedTuple):
+    """The sums of operations on one device in parts, as devices send them in codes.
+
+    Attributes:
+      names: of the formats, keys of `codes.FORMATS`.
+      rules: of the vertices.
+      num_devices: that share each sum.
+    """
+
+    names: Sequence[str]
+    rules: Sequence[Rule | None]
+    num_devices: int
 
 
 class _Mixed:
@@ -154,10 +215,12 @@ class _Mixed:
         self,
         row_of: Mapping[int, int],
         formats: Sequence[ProductFormat],
+        sums: SumsInParts,
         weights: jax.Array,
         on_overflow: Callable[[int, int], None] | None,
     ):
-        self.row_of, self.formats, self.weights, self.on_overflow = row_of, formats, weights, on_overflow
+        self.row_of, self.formats, self.sums, self.weights = row_of, formats, sums, weights
+        self.on_overflow = on_overflow
 
     def reshard(self, array: Any, value: Value, source: Any, steps: Sequence[ReshardStep]) -> Any:
         del value, source, steps
@@ -174,10 +237,33 @@ class _Mixed:
             return [_root(operands[0])]
         if vertex.index not in self.row_of:
             return bind(vertex.equation, operands)
+        if not self.formats or not takes_formats(vertex):
+            return self._summed(vertex, operands, bind(vertex.equation, operands))
         row = self.row_of[vertex.index]
         mixed = [self._mixed(array, vertex, position, row) for position, array in enumerate(operands)]
         (product,) = bind(vertex.equation, mixed, preferred_element_type=jnp.dtype(jnp.float32), out_sharding=None)
-        return [product.astype(vertex.results[0].dtype)]
+        return self._summed(vertex, mixed, [product.astype(vertex.results[0].dtype)])
+
+    def _summed(self, vertex: Vertex, operands: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
+        """Returns the results, mixed with sums of the same operands that are sent as codes."""
+        names, rule = [name for name in self.sums.names if sums_in(vertex, name)], None
+        if names:
+            rule = self.sums.rules[vertex.index]
+        if rule is None:
+            return results
+        columns = [len(self.formats) + self.sums.names.index(name) for name in names]
+        weights = self.weights[self.row_of[vertex.index], np.array(columns)]
+        (exact,) = results
+        inputs = [
+            jnp.asarray(x).astype(o.dtype if isinstance(o, Value) else jnp.result_type(x))
+            for x, o in zip(operands, vertex.operands, strict=True)
+        ]
+
+        def in_parts(name: str) -> jax.Array:
+            return sum_in_parts(vertex, rule, inputs, self.sums.num_devices, CODES[name])[0]
+
+        ways = _ways_with_weight(exact, weights, [partial(in_parts, name) for name in names])
+        return [_mixture(exact.astype(jnp.float32), ways, weights).astype(exact.dtype)]
 
     def _mixed(self, array: Any, vertex: Vertex, position: int, row: int) -> jax.Array:
         exact, dim, ways = array.astype(jnp.float32), contracted(vertex, position), []
@@ -189,9 +275,9 @@ class _Mixed:
             ways.append(numbers_of(codes, dim[-1] if dim else 0))
             if self.on_overflow is not None:
                 has_none = (self.weights[row, column] > 0) & ~jnp.all(jnp.isfinite(codes.scale.astype(jnp.float32)))
-                report = functools.partial(jax.debug.callback, functools.partial(self.on_overflow, row, column))
+                report = partial(jax.debug.callback, partial(self.on_overflow, row, column))
                 lax.cond(has_none, report, lambda: None)
-        return _mixture(exact, lax.stop_gradient(jnp.stack(ways)), self.weights[row])
+        return _mixture(exact, lax.stop_gradient(jnp.stack(ways)), self.weights[row, : len(ways)])
 
     def reduce(self, vertex: Vertex, results: Sequence[Any]) -> Sequence[Any]:
         del vertex
@@ -199,6 +285,12 @@ class _Mixed:
 
     def context_of(self, equation: core.JaxprEqn) -> AbstractContextManager[None]:
         return context_of(equation)
+
+
+def _ways_with_weight(exact: jax.Array, weights: jax.Array, ways: Sequence[Callable[[], jax.Array]]) -> jax.Array:
+    """Returns `[ways, ...]` float32, without derivatives; ways of weight 0 do not run, and are exact."""
+    numbers = [lax.cond(weight == 0, lambda: exact, way) for way, weight in zip(ways, weights, strict=True)]
+    return lax.stop_gradient(jnp.stack(numbers).astype(jnp.float32))
 
 
 @jax.custom_jvp

@@ -8,6 +8,7 @@ import numpy as np
 
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Layout, ReshardStep
+from search_spaces.sharding.coded_sums import finished_steps
 from search_spaces.sharding.graph import (
     Graph,
     Region,
@@ -237,7 +238,9 @@ class _LineScheduler:
         for number, value in enumerate(step.results):
             if isinstance(step, Vertex) and not is_product and not self._would_be_put_off(step, value, border):
                 continue
-            steps = self.layout.strategies[step.index].reductions[number] if isinstance(step, Vertex) else ()
+            steps = ()
+            if isinstance(step, Vertex):
+                steps, _ = finished_steps(self.path, value, self.layout.strategies[step.index], number)
             late = self._late(value, border) if steps and len(step.results) == 1 else None
             if late is not None:
                 assert isinstance(step, Vertex)

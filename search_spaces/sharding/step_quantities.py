@@ -12,6 +12,7 @@ from cost.base import Problem
 from cost.edges import merge_edges
 from cost.quantities import LiveMemory, Quantities, Quantity, with_weights
 from search_spaces.sharding.base import Edge, Node
+from search_spaces.sharding.coded_sums import finished_steps
 from search_spaces.sharding.edge_costs import edge_key, messages_of, read_spec
 from search_spaces.sharding.node_costs import NodeCosts
 
@@ -106,12 +107,12 @@ def _of_nodes(
 def _of_node(node: Node, node_costs: NodeCosts) -> tuple[np.ndarray, np.ndarray]:
     sent_s = np.zeros((len(node.strategies), 3, len(node_costs.axis_sizes)))
     if node.hub is not None:
-        return np.zeros(len(node.strategies)), sent_s
+        return node_costs.hub_s(node), sent_s
     vertex, shares, reshards = node.vertex, node_costs.shares, node_costs.reshard_costs
     for s, strategy in enumerate(node.strategies):
-        for value, steps in zip(vertex.results, strategy.reductions, strict=True):
+        for i, value in enumerate(vertex.results):
             exposed = shares.exposed(value)
-            for step in steps:
+            for step in finished_steps(reshards.path, value, strategy, i)[0]:
                 link_s = vertex.reduction_weight * reshards.step_s(step, value.num_bytes, shares.latency(value))
                 sent_s[s, :, step.axis] += _counted(link_s, exposed * link_s)
         for collective, link_s, waited_s in node_costs.own_collectives(vertex, strategy):
