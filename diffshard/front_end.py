@@ -27,7 +27,7 @@ from diffshard.processes import errors_for_all
 from diffshard.sharding_search.advising import find_with_advice
 from diffshard.sharding_search.format_rounds import find_plan_with_formats
 from diffshard.sharding_search.logical_axes import checked_rules
-from diffshard.sharding_search.mesh_candidates import Devices, mesh_candidates, mesh_of_all
+from diffshard.sharding_search.mesh_candidates import Devices, LevelNames, mesh_candidates, mesh_of_all
 from diffshard.sharding_search.number_formats import Formats
 from diffshard.sharding_search.option_pairs import check_pairs
 from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, Remat, argument_names, hardware_for, positions
@@ -116,7 +116,9 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
         them; the hardware has to say how fast (`Hardware.host_memory_bytes_per_s`). None keeps everything. What the
         function wraps in `jax.checkpoint` stays as it is.
       in_shardings: shardings to keep: for each positional argument a pytree prefix of `PartitionSpec`, `NamedSharding`
-        or None (free); None leaves all free. Arguments that carry a `NamedSharding` on this mesh keep it, too.
+        or None (free); None leaves all free. With `devices` specs name levels of hosts: "hosts", "local" and "mixed"
+        stand for all axes of the level, and for nothing where a mesh has none. Arguments that carry a `NamedSharding`
+        on this mesh keep it, too.
       logical_axis_rules: keeps the partitioning metadata of flax: pairs of a name and the mesh axes (a name, several,
         or None) that split the dimensions of this name, the first of several that fits. Names of mesh axes need no
         rule, so that `()` keeps metadata of mesh axes. Arguments in boxes of linen (`nn.with_partitioning`,
@@ -176,8 +178,8 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
         far and has calls of the step to measure it by. Shardings and formats are searched together, and the plan's
         bound holds for all of both. It may also send partial sums in fewer bits (`Formats.sums`), and keep arrays for
         the backward pass in fewer (`Formats.kept`). None leaves all numbers as they are. It takes the executor
-        "program", hardware with a rate for the formats of products, and none of `devices`, `remat`, `check`, `cache`,
-        `start`, `objective` and `pipeline`.
+        "program", hardware with a rate for the formats of products, and none of `remat`, `check`, `cache`, `start`,
+        `objective` and `pipeline`. With `devices` each shape of the mesh is such a search, which measures anew.
       progress: "terminal" shows the best cost and the bound in one live line on stderr once a search lasts over two
         seconds, but only on a terminal; "none" shows nothing. `plan(..., progress=...)` takes a function instead, but
         not with `pipeline`.
@@ -188,6 +190,20 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
     """
     check_pairs(locals())
     compiler, checks_numbers = checks_of(check)
+    of_both: dict[str, Any] = {  # searches, for shardings and for pipelines
+        "in_shardings": in_shardings,
+        "solver": DEFAULT_SOLVER if solver is None else solver,
+        "time_limit_s": time_limit_s,
+        "key": key,
+        "donate_argnums": positions(donate_argnums),
+        "donate_argnames": argument_names(donate_argnames),
+        "static_argnums": positions(static_argnums),
+        "static_argnames": argument_names(static_argnames),
+        "executor": executor,
+        "start": start,
+        "progress": progress,
+        "checks_numbers": checks_numbers,
+    }
     if pipeline is not None:
         if (mesh is None) == (devices is None):
             given = "neither" if mesh is None else "both"
@@ -201,22 +217,11 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
             with_remat(pipeline, remat),
             None,
             memory_limit_bytes=memory_limit_bytes,
-            donate_argnums=positions(donate_argnums),
-            donate_argnames=argument_names(donate_argnames),
-            in_shardings=in_shardings,
             logical_axis_rules=logical_axis_rules,
-            executor=executor,
-            key=key,
-            solver=DEFAULT_SOLVER if solver is None else solver,
-            time_limit_s=time_limit_s,
-            static_argnums=positions(static_argnums),
-            static_argnames=argument_names(static_argnames),
             cache=None if cache is None else checked_folder(cache),
-            start=start,
-            progress=progress,
             judge=judge,
             judged_by=judged_by,
-            checks_numbers=checks_numbers,
+            **of_both,
         )
         return PipelinedFunction(options, PipelinePlan)
     if isinstance(mesh, Cluster) and devices is None:
@@ -231,7 +236,8 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
         assert mesh is not None
     with errors_for_all(mesh, "search a plan"):
         priced_for = hardware_for(hardware, mesh)
-        rules = None if logical_axis_rules is None else checked_rules(logical_axis_rules, tuple(mesh.axis_names))
+        names = tuple(mesh.axis_names) if candidates is None else LevelNames.names
+        rules = None if logical_axis_rules is None else checked_rules(logical_axis_rules, names)
         find = find_plan if remat is None else find_plan_with_remat
         judge, judged_by = _judge(compiler, check, target, [priced_for], get_args(Executor))
         if formats is not None:
@@ -244,25 +250,15 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
             mesh=mesh,
             hardware=priced_for,
             memory_limit_bytes=priced_for.memory_bytes if memory_limit_bytes is None else memory_limit_bytes,
-            in_shardings=in_shardings,
-            solver=DEFAULT_SOLVER if solver is None else solver,
-            time_limit_s=time_limit_s,
-            key=key,
-            donate_argnums=positions(donate_argnums),
-            static_argnums=positions(static_argnums),
-            donate_argnames=argument_names(donate_argnames),
-            static_argnames=argument_names(static_argnames),
-            executor=executor,
-            logical_axis_rules=rules or (),
+            logical_axis_rules=(rules or ()) if candidates is None else (),
             metadata_rules=rules,
-            start=start,  # pyright: ignore[reportArgumentType]  # checked there
-            progress=progress,
             judged_by=judged_by,
-            checks_numbers=checks_numbers,
             candidates=candidates or (),
+            names_levels=candidates is not None,
             remat=remat,
             objective=objective,
             formats=formats,
+            **of_both,
         )
     return PlannedFunction(options, functools.partial(plan_of_first_process, find))
 

@@ -30,7 +30,7 @@ import diffshard
 from cost.base import Hardware
 from cost.lines import Line
 from cost.memory import least_memory
-from diffshard.checks.achievable_rates import achievable_rates
+from diffshard.checks.kernel_work import achievable_rates
 from diffshard.checks.timeline import simulate
 from diffshard.deadline import Deadline
 from diffshard.plans.formats import format_bytes, format_s

@@ -23,7 +23,7 @@ from diffshard.pipelines.plans.file import load, save, to_json
 from diffshard.pipelines.plans.page import format_pipeline_page
 from diffshard.pipelines.plans.text import format_pipeline_in_line, format_pipeline_plan
 from diffshard.plans.file import from_json as plan_from_json
-from diffshard.plans.notebook import framed
+from diffshard.plans.page_elements import framed
 from diffshard.processes import Processes
 from diffshard.sharding_search.fingerprints import digest_of
 from diffshard.sharding_search.plan import Plan
@@ -88,6 +88,7 @@ class PipelinePlan(PipelinePlanData):
             batch_argnames=self.roles.batch_argnames,
             microbatches=self.num_microbatches,
             schedules=(self.schedule,),
+            batch_means=self.batch_means,
             residuals=("keep", "offload") if is_offloading else ("keep",),
         )
         try:
@@ -142,7 +143,11 @@ def _applied(
     count, num_groups = plan.num_microbatches * plan.num_groups, plan.num_groups
 
     def traced() -> list[UncutStep]:
-        return [uncut_step(options.fn, count, options.pipeline.batch, args, kwargs, num_groups)]
+        return [
+            uncut_step(
+                options.fn, count, options.pipeline.batch, args, kwargs, num_groups, batch_means=plan.batch_means
+            )
+        ]
 
     processes.check_alike(what, {"the plan": digest_of({"the plan": json.dumps(to_json(plan))})})
     steps = processes.alike(what, traced, trace_facts)

@@ -14,13 +14,10 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cost.base import Hardware
 from cost.number_ranges import Amount, AmountOrInf, AnyNumber, Count, FiniteNumber, Index, Limit, LowerBound
-from diffshard.plans.advice import Advice
 from diffshard.plans.certificate import Certified, History
 from diffshard.plans.comparison import Comparison
-from diffshard.plans.computing import PredictedComputing
-from diffshard.plans.residuals import Rematerialisation
+from diffshard.plans.sections import Advice, PredictedComputing, Rematerialisation, WholeWork
 from diffshard.plans.timeline import PredictedTimeline
-from diffshard.plans.whole_work import WholeWork
 from search_spaces.partition_specs import NamedSpec, partition_spec
 
 Executor = Literal["constraints", "program", "propagation"]

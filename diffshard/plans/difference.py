@@ -10,19 +10,20 @@ from typing import cast
 
 from cost.base import CollectiveKind
 from cost.collectives import collective_sent_bytes
-from diffshard.plans.alignment import Alignment, align_operations
 from diffshard.plans.base import Operation, PlanData, Tensor
 from diffshard.plans.difference_data import (
+    Alignment,
     ArrayDifference,
     DifferenceData,
     LayerDifference,
     OperationDifference,
     Total,
+    align_operations,
 )
 from diffshard.plans.difference_views import difference_page, format_difference
 from diffshard.plans.formats import format_array, format_devices, short_name
 from diffshard.plans.layers import layers_of_operations
-from diffshard.plans.notebook import framed
+from diffshard.plans.page_elements import framed
 from diffshard.plans.patterns import readable_path
 from diffshard.plans.summary import communication, device_bytes, operation_name, result_type
 

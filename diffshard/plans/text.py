@@ -4,9 +4,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from diffshard.plans.advice import Advice
 from diffshard.plans.base import PlanData, PlannedFormats
-from diffshard.plans.computing import computing_parts
 from diffshard.plans.formats import (
     format_array,
     format_axes,
@@ -15,10 +13,12 @@ from diffshard.plans.formats import (
     format_percent,
     format_s,
     format_spec,
+    format_table,
     is_shown,
     short_name,
+    wrapped,
 )
-from diffshard.plans.residuals import Rematerialisation
+from diffshard.plans.sections import Advice, Rematerialisation, computing_parts, whole_lines
 from diffshard.plans.summary import (
     AlikeOperations,
     alike_arguments,
@@ -30,10 +30,8 @@ from diffshard.plans.summary import (
     reason,
     verdict,
 )
-from diffshard.plans.text_table import format_table, wrapped
 from diffshard.plans.timeline import timeline_words, wait_rows
 from diffshard.plans.tried_shapes import shape_lines
-from diffshard.plans.whole_work import whole_lines
 
 MAX_OPERATIONS = 24
 """Lines for operations, the most expensive ones: about as many as fit on a screen beside the rest of the text."""

@@ -13,8 +13,8 @@ import numpy as np
 
 from diffshard.base import InfeasibleError
 from diffshard.deadline import Deadline
-from diffshard.plans.advice import LEAST_SHARE, MOST_LINES, Advice
 from diffshard.plans.formats import format_bytes, format_percent, format_s
+from diffshard.plans.sections import LEAST_SHARE, MOST_LINES, Advice
 from diffshard.sharding_search.layout import layout_of
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import fastest_choice

@@ -18,8 +18,8 @@ from diffshard.base import OPTIMAL_GAP, InfeasibleError, Progress, Solution
 from diffshard.deadline import Deadline
 from diffshard.outer_search import CutOffError
 from diffshard.plans.base import Operation, PlannedObjective, PredictedCollective, Tensor
-from diffshard.plans.computing import PredictedComputing
 from diffshard.plans.formats import short_name
+from diffshard.plans.sections import PredictedComputing
 from diffshard.sharding_search.executors import default_executor, executor_notes
 from diffshard.sharding_search.fingerprints import function_digest
 from diffshard.sharding_search.layout import signature_of

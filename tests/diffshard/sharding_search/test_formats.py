@@ -172,3 +172,19 @@ def test_calls_of_other_shapes():
     args = arguments()
     with pytest.raises(ValueError, match=r"calls\[1\]` has other arrays"):
         search(mesh_of(2), 0.1, calls=[args, arguments(2 * ROWS)], steps=2).plan(*args)
+
+
+def test_formats_are_chosen_on_each_shape_of_the_mesh_and_the_fastest_one_is_taken():
+    args = jax.eval_shape(lambda: arguments(8192, 8192))
+    mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    names = [group.name for group in groups_on(mesh, diffshard.preset("h100", dict(mesh.shape)), args)]
+    formats = diffshard.formats.Formats(0.5, increases=dict.fromkeys(names, 0.2))
+    plan = diffshard.search(train_step, devices=4, hardware="h100", formats=formats).plan(*args)
+    exact = diffshard.search(train_step, devices=4, hardware="h100").plan(*args)
+    assert sum(operation.format != "" for operation in plan.operations) == 2  # 0.2 for each within 0.5
+    assert plan.lower_bound_s <= plan.step_s < exact.step_s
+    for shape in plan.shapes:
+        axes = tuple(shape.mesh_axes.values()), tuple(shape.mesh_axes)
+        alone = AbstractMesh(*axes, axis_types=(AxisType.Auto,) * len(axes[0]))
+        of_shape = diffshard.search(train_step, alone, hardware="h100", formats=formats).plan(*args)
+        assert plan.step_s <= of_shape.step_s * (1 + 1e-4)

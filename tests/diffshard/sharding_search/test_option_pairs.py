@@ -74,6 +74,11 @@ WITH_PIPELINE = {
     "start": lambda _: earlier_pipeline(),
 }
 """Values that are others with a pipeline, whose stages have meshes of their own."""
+WITH_DEVICES = {
+    "in_shardings": lambda _: (None, PartitionSpec("local")),
+    "logical_axis_rules": lambda _: (("batch", "local"),),
+}
+"""Values that are others where the mesh is open."""
 COMPILES = {'check="compile"'}
 """What takes a compiler, and so is tried where it is refused only."""
 
@@ -91,16 +96,13 @@ def reason_for(one, other):
 
 
 def searched(options, folder):
-    of_option = {**OPTIONS, **WITH_PIPELINE} if "pipeline" in options else OPTIONS
+    others = WITH_PIPELINE if "pipeline" in options else WITH_DEVICES if "devices" in options else {}
+    of_option = {**OPTIONS, **others}
     values = {name_of(option): of_option[option](folder) for option in options}
     if "pipeline" in values:
         values.setdefault("devices", 8)
     values.setdefault("hardware", "h100")
     return diffshard.search(step, *([] if "devices" in values else [mesh()]), **values)
-
-
-def names_axes_of_an_open_mesh(options):
-    return "devices" in options and "pipeline" not in options and {"in_shardings", "logical_axis_rules"} & set(options)
 
 
 PAIRS = [pair for pair in itertools.combinations(OPTIONS, 2) if name_of(pair[0]) != name_of(pair[1])]
@@ -118,9 +120,6 @@ def test_an_option_goes_with_each_other_or_is_refused_with_a_reason(option, tmp_
                 searched(pair, folder)
             assert all(f"`{name_of(one)}" in str(refused.value) for one in pair)
             assert reason in str(refused.value)
-        elif names_axes_of_an_open_mesh(pair):
-            with pytest.raises(ValueError, match=pair[1]):
-                searched(pair, folder)
         elif not (COMPILES | {"pipeline"}) & set(pair):  # pipelines take a second each: they are tried together below
             assert searched(pair, folder).plan(*SHAPES).step_s > 0
 
@@ -183,3 +182,33 @@ def test_modules_go_with_a_pipeline_and_its_plan_is_applied():
             assert jnp.allclose(step(model, optimizer, batch), nnx.jit(nnx_step)(expected, of_expected, batch))
         assert jnp.allclose(model.kernel[...], expected.kernel[...], atol=1e-6)
         assert int(optimizer.step[...]) == 2
+
+
+def test_plans_of_modules_are_compared():
+    plan = diffshard.nnx.search(nnx_step, mesh(), hardware="h100").plan(*nnx_arguments())
+    by_hand = (None, None, PartitionSpec("data"))
+    table = diffshard.nnx.compare(
+        nnx_step, mesh(), *nnx_arguments(), plans={"found": plan, "by hand": by_hand}, target="host"
+    )
+    assert [row.name for row in table.rows] == ["found", "by hand"]
+    assert all(row.compiled_peak_bytes for row in table.rows)
+
+
+def test_a_training_of_modules_goes_on_from_its_checkpoint(tmp_path):
+    def init():
+        return nnx_arguments()[:2]
+
+    losses = []
+    for until in (2, 4):
+        batch = nnx_arguments()[2]
+        with diffshard.nnx.resume(
+            tmp_path, nnx_step, mesh(), init, batch, hardware="h100", progress="none"
+        ) as training:
+            modules = training.restore()
+            for number in range(training.training.num_steps, until):
+                losses.append(float(training.step(modules, batch * (number + 1))))
+                training.save(number + 1, modules)
+    model, optimizer, batch = nnx_arguments()
+    expected = [float(nnx.jit(nnx_step)(model, optimizer, batch * (number + 1))) for number in range(4)]
+    assert jnp.allclose(jnp.array(losses), jnp.array(expected), rtol=1e-5)
+    assert int(modules[1].step[...]) == 4
