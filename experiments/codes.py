@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 import diffshard
-from diffshard.checks.achievable_rates import H100_HOST, achievable_rates
+from diffshard.checks.kernel_work import H100_HOST, achievable_rates
 from diffshard.checks.timeline import simulate
 from diffshard.plans.formats import format_s
 from diffshard.sharding_search.call import array_types

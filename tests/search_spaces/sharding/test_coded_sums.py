@@ -58,7 +58,9 @@ def test_one_device_sums_parts_as_devices_do(fn, name):
     args = arrays()
     space, mesh = space_for(fn, args, (4,))
     (vertex,) = summed(space)
-    expected = sum_in_parts(vertex, space.rules[vertex.index], _operands(fn, vertex, args), 4, FORMATS[name])[0]
+    rule = space.rules[vertex.index]
+    assert rule is not None
+    expected = sum_in_parts(vertex, rule, _operands(fn, vertex, args), 4, FORMATS[name])[0]
     exact = fn(*args)
     assert not np.allclose(expected, exact, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(expected, exact, rtol=0.1, atol=2.5)
