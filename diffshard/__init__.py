@@ -55,6 +55,7 @@ if TYPE_CHECKING:  # for type checkers and editors; when the program runs, `__ge
     from diffshard.placing import Placement, place
     from diffshard.plans.comparison import Comparison
     from diffshard.plans.whole_work import WholeWorkWarning
+    from diffshard.renting import Offer, PlannedOffer, Rental, rent
     from diffshard.resharding.moves import Move
     from diffshard.resharding.reshard import reshard, reshard_price
     from diffshard.robust_gradients import ZenoReport, ZenoResult, replica_gradients, zeno, zeno_mean
@@ -133,6 +134,7 @@ _NAMES_OF = {
     "diffshard.placing": ("Placement", "place"),
     "diffshard.plans.comparison": ("Comparison",),
     "diffshard.plans.whole_work": ("WholeWorkWarning",),
+    "diffshard.renting": ("Offer", "PlannedOffer", "Rental", "rent"),
     "diffshard.robust_gradients": ("ZenoReport", "ZenoResult", "replica_gradients", "zeno", "zeno_mean"),
     "diffshard.sharding_search.plan": ("Plan",),
     "diffshard.sharding_search.search": ("search",),
@@ -194,6 +196,7 @@ __all__ = [
     "Move",
     "NumbersError",
     "Objective",
+    "Offer",
     "Pareto",
     "Phase",
     "Pipeline",
@@ -203,11 +206,13 @@ __all__ = [
     "Plan",
     "PlanError",
     "PlannedFunction",
+    "PlannedOffer",
     "Problem",
     "ProcessesError",
     "Proposal",
     "Quantity",
     "RelaxedStep",
+    "Rental",
     "RoutedTokens",
     "Schedule",
     "Solution",
@@ -250,6 +255,7 @@ __all__ = [
     "place",
     "preset",
     "reassign_experts",
+    "rent",
     "replica_gradients",
     "reshard",
     "reshard_price",
