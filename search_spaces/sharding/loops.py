@@ -41,6 +41,8 @@ def carries_waited_for(graph: Graph) -> set[int]:
     """
     found: set[int] = set()
     for loop in loops_of(graph.block.steps):
+        if loop.equation.params.get("length") == 1:  # there is no next trip
+            continue
         body = vertices_of(loop.blocks[-1].steps)
         first = next((vertex for vertex in body if is_contraction(vertex)), None)
         if first is not None:

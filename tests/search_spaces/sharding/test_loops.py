@@ -35,6 +35,11 @@ def test_layers_wait_for_what_goes_from_one_to_the_next():
         assert (shares.latency(value), shares.exposed(value)) == (1.0, 1.0)
 
 
+def test_a_loop_of_one_trip_has_no_next_trip():
+    one = [array(1, *w.shape[1:]) for w in LAYERS[1:]]
+    assert carries_waited_for(graph_of(layers, LAYERS[0], *one)) == set()
+
+
 def test_weights_of_a_layer_share_one_latency_in_each_trip():
     graph = graph_of(layers, *LAYERS)
     (loop,) = loops_of(graph.block.steps)
