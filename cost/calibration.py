@@ -29,7 +29,7 @@ def calibrate(
 ) -> Hardware:
     """Measures one device and the links of a mesh by running on it.
 
-    `diffshard.calibrate` explains the arguments and the result; it lets the processes of a job agree, too.
+    `diffshard.hardware.calibrate` explains the arguments and the result; it lets the processes of a job agree, too.
 
     Raises:
       ValueError: an abstract mesh, one without a device of this process, or a size or number that is too small.

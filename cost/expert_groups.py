@@ -2,12 +2,12 @@
 
 A group of workers shares all experts: each worker holds some, and tokens travel between the workers of the group
 (expert parallelism). Groups are copies of each other (data parallelism) and all-reduce their gradients. A group g of
-all groups G takes, in milliseconds,
+all groups G takes, in seconds,
 
     T(g) = γ·[ Σ_x f_x / Σ_{j∈g} F_j + max_{i∈g} Σ_{j∈g, j≠i} η·(α_ij + (d/|g|)·β_ij) ] + 2(|G|-1)·(α* + (d_ar/|G|)·β*)
     γ    = (2 + r)·(L/i)·B/(W·b)
 
-`group_ms` is the first summand, `all_reduce_ms` the second; α*, β* are those of the link between two groups that takes
+`group_s` is the first summand, `all_reduce_s` the second; α*, β* are those of the link between two groups that takes
 longest. A step takes as long as its slowest group. A group whose workers have too little room for all experts cannot
 run: T(g) = ∞.
 
@@ -28,21 +28,21 @@ class ExpertWorkers:
     """Workers that hold experts, and the links between them.
 
     Attributes:
-      flops_per_ms: F, the speed of each worker, `[W]`.
+      flops_per_s: F, the speed of each worker, `[W]`.
       capacity: m, the experts that each worker has room for, `[W]` integers.
-      latency_ms: α `[W, W]`, from one worker (row) to another (column); the diagonal is not read.
-      ms_per_mb: β `[W, W]`, as `latency_ms`.
+      latency_s: α `[W, W]`, from one worker (row) to another (column); the diagonal is not read.
+      s_per_byte: β `[W, W]`, as `latency_s`.
     """
 
-    flops_per_ms: np.ndarray
+    flops_per_s: np.ndarray
     capacity: np.ndarray
-    latency_ms: np.ndarray
-    ms_per_mb: np.ndarray
+    latency_s: np.ndarray
+    s_per_byte: np.ndarray
 
     @property
     def num_workers(self) -> int:
         """The number of workers, W."""
-        return len(self.flops_per_ms)
+        return len(self.flops_per_s)
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class ExpertStep:
 
     Attributes:
       expert_flops: f, of each expert for one mini-batch of one layer, `[X]`.
-      exchange_mb: d, the buffer that a worker exchanges with its group.
+      exchange_bytes: d, the buffer that a worker exchanges with its group.
       num_exchanges: η, exchanges of this buffer in one layer and pass.
-      all_reduce_mb: d_ar, the gradients that the groups reduce once in a step.
+      all_reduce_bytes: d_ar, the gradients that the groups reduce once in a step.
       num_layers: L, layers of the model.
       layer_spacing: i, every i-th layer has experts.
       recomputation: r, forward passes that the backward pass makes again: 0 or 1.
@@ -62,9 +62,9 @@ class ExpertStep:
     """
 
     expert_flops: tuple[float, ...]
-    exchange_mb: float
+    exchange_bytes: float
     num_exchanges: float
-    all_reduce_mb: float
+    all_reduce_bytes: float
     num_layers: int
     layer_spacing: int
     recomputation: float
@@ -82,13 +82,13 @@ class ExpertStep:
         return (2 + self.recomputation) * num_expert_layers * self.global_batch / (num_workers * self.mini_batch)
 
 
-def group_ms(workers: ExpertWorkers, step: ExpertStep, group: Sequence[int]) -> float:
-    """Returns the milliseconds of one group without the all-reduce; infinite if it has no room for all experts."""
-    return float(computing_ms(workers, step, group) + exchanging_ms(workers, step, group))
+def group_s(workers: ExpertWorkers, step: ExpertStep, group: Sequence[int]) -> float:
+    """Returns the seconds of one group without the all-reduce; infinite if it has no room for all experts."""
+    return float(computing_s(workers, step, group) + exchanging_s(workers, step, group))
 
 
-def computing_ms(workers: ExpertWorkers, step: ExpertStep, groups: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Returns the milliseconds in which groups compute all experts; infinite where one has no room for them.
+def computing_s(workers: ExpertWorkers, step: ExpertStep, groups: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Returns the seconds in which groups compute all experts; infinite where one has no room for them.
 
     Args:
       workers: W workers.
@@ -96,42 +96,42 @@ def computing_ms(workers: ExpertWorkers, step: ExpertStep, groups: Sequence[int]
       groups: the workers of a group of n, or of many such groups, `[..., n]`; the result is `[...]`.
     """
     members = np.asarray(groups)
-    work_ms = sum(step.expert_flops) / workers.flops_per_ms[members].sum(axis=-1)
+    work_s = sum(step.expert_flops) / workers.flops_per_s[members].sum(axis=-1)
     has_room = workers.capacity[members].sum(axis=-1) >= step.num_experts
-    return np.where(has_room, step.passes(workers.num_workers) * work_ms, np.inf)
+    return np.where(has_room, step.passes(workers.num_workers) * work_s, np.inf)
 
 
-def exchanging_ms(workers: ExpertWorkers, step: ExpertStep, groups: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Returns the milliseconds in which a group's slowest worker exchanges its buffers with all others.
+def exchanging_s(workers: ExpertWorkers, step: ExpertStep, groups: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Returns the seconds in which a group's slowest worker exchanges its buffers with all others.
 
     Args:
       workers: W workers and their links.
       step: what a step sends.
-      groups: as for `computing_ms`.
+      groups: as for `computing_s`.
     """
     members = np.asarray(groups)
     size = members.shape[-1]
     inside = members[..., :, None], members[..., None, :]
-    link_ms = workers.latency_ms[inside] + step.exchange_mb / size * workers.ms_per_mb[inside]
-    link_ms[..., range(size), range(size)] = 0.0
-    return step.passes(workers.num_workers) * step.num_exchanges * link_ms.sum(axis=-1).max(axis=-1)
+    link_s = workers.latency_s[inside] + step.exchange_bytes / size * workers.s_per_byte[inside]
+    link_s[..., range(size), range(size)] = 0.0
+    return step.passes(workers.num_workers) * step.num_exchanges * link_s.sum(axis=-1).max(axis=-1)
 
 
-def all_reduce_ms(workers: ExpertWorkers, step: ExpertStep, groups: Sequence[Sequence[int]]) -> float:
-    """Returns the milliseconds of the gradients' all-reduce over the slowest link between two groups."""
+def all_reduce_s(workers: ExpertWorkers, step: ExpertStep, groups: Sequence[Sequence[int]]) -> float:
+    """Returns the seconds of the gradients' all-reduce over the slowest link between two groups."""
     owner = np.empty(workers.num_workers, np.int64)
     for index, group in enumerate(groups):
         owner[list(group)] = index
-    link_ms = all_reduce_link_ms(workers, step, len(groups))
-    return float(link_ms[owner[:, None] != owner[None, :]].max(initial=0.0))
+    link_s = all_reduce_link_s(workers, step, len(groups))
+    return float(link_s[owner[:, None] != owner[None, :]].max(initial=0.0))
 
 
-def all_reduce_link_ms(workers: ExpertWorkers, step: ExpertStep, num_groups: int) -> np.ndarray:
-    """Returns `[W, W]`, the milliseconds of the all-reduce if a link is the slowest between groups."""
-    one_way = workers.latency_ms + step.all_reduce_mb / num_groups * workers.ms_per_mb
+def all_reduce_link_s(workers: ExpertWorkers, step: ExpertStep, num_groups: int) -> np.ndarray:
+    """Returns `[W, W]`, the seconds of the all-reduce if a link is the slowest between groups."""
+    one_way = workers.latency_s + step.all_reduce_bytes / num_groups * workers.s_per_byte
     return 2 * (num_groups - 1) * one_way
 
 
-def step_ms(workers: ExpertWorkers, step: ExpertStep, groups: Sequence[Sequence[int]]) -> float:
-    """Returns the milliseconds of a step: those of its slowest group."""
-    return max(group_ms(workers, step, group) for group in groups) + all_reduce_ms(workers, step, groups)
+def step_s(workers: ExpertWorkers, step: ExpertStep, groups: Sequence[Sequence[int]]) -> float:
+    """Returns the seconds of a step: those of its slowest group."""
+    return max(group_s(workers, step, group) for group in groups) + all_reduce_s(workers, step, groups)

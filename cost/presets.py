@@ -227,8 +227,8 @@ _PRESETS: dict[str, tuple[Hardware, Network]] = {
         ),
         TorusPod(8960, 4, 100 * _GB, 6.25 * _GB, launch_s=1e-6, hop_s=1e-6, network_hop_s=10e-6),
     ),
-    # Two cores of an AMD EPYC 9005 with XLA's CPU backend, as `diffshard.calibrate` measures them on 8 emulated devices
-    # (python -m experiments.calibration): the whole processor's rates, which its emulated devices share.
+    # Two cores of an AMD EPYC 9005 with XLA's CPU backend, as `diffshard.hardware.calibrate` measures them on 8
+    # emulated devices (python -m experiments.calibration): the whole processor's rates, which they share.
     "cpu": (
         Hardware(
             "CPU, 2 cores",
@@ -353,7 +353,7 @@ def preset_name_of(device_kind: str) -> str:
             return name
     raise ValueError(
         f"`hardware` has no preset for devices of the kind {device_kind!r}; there are {', '.join(PRESET_NAMES)}. "
-        "Give a `Hardware`, or measure one with `diffshard.calibrate(mesh)`."
+        "Give a `Hardware`, or measure one with `diffshard.hardware.calibrate(mesh)`."
     )
 
 

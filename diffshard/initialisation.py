@@ -1,8 +1,8 @@
 """`init_search`: trains many random initialisations briefly, side by side, and returns the best one's parameters.
 
 Source: the idea of comparing starts by their first steps is old; the budget is spent by successive halving
-(`diffshard.halving`), and the neighbourhood of the survivors is sampled by rotating their initial values towards new
-ones, which keeps the variance that the initialiser chose.
+(`diffshard.successive_halving.halving`), and the neighbourhood of the survivors is sampled by rotating their initial
+values towards new ones, which keeps the variance that the initialiser chose.
 """
 
 import math

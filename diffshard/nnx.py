@@ -5,43 +5,48 @@ Of a call's modules the graph is a constant of the plan, and the state is an arg
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 
 from jax.sharding import AbstractMesh, Mesh
 
 from cost.clusters import Cluster
-from diffshard.base import Progress
+from diffshard.front_end import search as search_function
 from diffshard.module_states import ModuleCall, ModuleGraph, run_with_states, split_modules
+from diffshard.pipelines.base import Pipeline
+from diffshard.pipelines.pipelined_function import PipelinedFunction
+from diffshard.pipelines.plan import PipelinePlan
 from diffshard.processes import errors_for_all
 from diffshard.sharding_search.mesh_candidates import mesh_of_all
 from diffshard.sharding_search.options import argument_names
 from diffshard.sharding_search.plan import Plan
-from diffshard.sharding_search.planned_function import PlannedFunction
-from diffshard.sharding_search.search import search as search_function
 
+PlanT = TypeVar("PlanT", Plan, PipelinePlan)
 _GRAPH = "nnx_graph"
 """The name of the static argument that has the graphs of modules."""
 
 
-class PlannedModuleFunction:
-    """A function of nnx modules that runs as its plan says; made by `diffshard.nnx.search` and `diffshard.nnx.apply`.
+class _ModuleFunction(Generic[PlanT]):
+    """A function of nnx modules that runs as a function of their states.
 
     Args:
       fn: the function.
       planned: returns, for states in place of modules, their new states and the function's result.
+      mesh: of all devices, whose processes are told of errors.
     """
 
-    def __init__(self, fn: Callable[..., Any], planned: PlannedFunction[Plan]):
-        self._signature = inspect.signature(fn)
-        self._planned = planned
+    def __init__(self, fn: Callable[..., Any], planned: Any, mesh: Mesh | AbstractMesh | None):
+        self._name, self._signature = getattr(fn, "__qualname__", "function"), inspect.signature(fn)
+        self._planned, self._mesh = planned, mesh
 
-    def plan(self, *args: Any, progress: Progress | None = None, **kwargs: Any) -> Plan:
+    def plan(self, *args: Any, **kwargs: Any) -> PlanT:
         """Returns the plan for arguments as those of the function; of modules it has the states.
 
-        Modules may be abstract (`nnx.eval_shape`). `progress` and errors are those of `PlannedFunction.plan`.
+        Modules may be abstract (`nnx.eval_shape`). Errors are those of `PlannedFunction.plan`; `progress` is, too, but
+        not with `pipeline`.
         """
+        progress = {"progress": kwargs.pop("progress")} if "progress" in kwargs else {}
         call = self._split(args, kwargs)
-        return self._planned.plan(*call.args, progress=progress, **call.kwargs)
+        return self._planned.plan(*call.args, **progress, **call.kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function, updates the modules among the arguments, and returns the result.
@@ -51,6 +56,20 @@ class PlannedModuleFunction:
         """
         call = self._split(args, kwargs)
         return call.update(*self._planned(*call.args, **call.kwargs))
+
+    def _split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModuleCall:
+        name = self._name
+        with errors_for_all(self._mesh, f"plan {name} together"):
+            try:
+                bound = self._signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{name} does not take these arguments: {error}.") from None
+        call = split_modules(bound.args, bound.kwargs)
+        return call._replace(kwargs={**call.kwargs, _GRAPH: call.graph})
+
+
+class PlannedModuleFunction(_ModuleFunction[Plan]):
+    """A function of nnx modules that runs as its plan says; `nnx.search` and `nnx.apply` make it."""
 
     def shard(self, *args: Any, **kwargs: Any) -> Any:
         """Puts the arguments of a call on the mesh as their plan wants them; modules are updated in place.
@@ -72,20 +91,33 @@ class PlannedModuleFunction:
         call = self._split(args, kwargs)
         return self._planned.lower(*call.args, **call.kwargs)
 
-    def _split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModuleCall:
-        name = self._planned.options.function_name
-        with errors_for_all(self._planned.options.mesh, f"plan {name} together"):
-            try:
-                bound = self._signature.bind(*args, **kwargs)
-            except TypeError as error:
-                raise TypeError(f"{name} does not take these arguments: {error}.") from None
-        call = split_modules(bound.args, bound.kwargs)
-        return call._replace(kwargs={**call.kwargs, _GRAPH: call.graph})
+
+class PipelinedModuleFunction(_ModuleFunction[PipelinePlan]):
+    """A training step of nnx modules that runs as a pipeline; `nnx.search` and `nnx.apply` make it.
+
+    Variables that several stages keep a part of, such as stacked weights of layers, have a `StagedArray`.
+    """
+
+
+@overload
+def search(
+    fn: Callable[..., Any], mesh: Cluster | None = None, *, pipeline: Pipeline, **options: Any
+) -> PipelinedModuleFunction: ...
+
+
+@overload
+def search(
+    fn: Callable[..., Any],
+    mesh: Mesh | AbstractMesh | Cluster | None = None,
+    *,
+    pipeline: None = None,
+    **options: Any,
+) -> PlannedModuleFunction: ...
 
 
 def search(
     fn: Callable[..., Any], mesh: Mesh | AbstractMesh | Cluster | None = None, **options: Any
-) -> PlannedModuleFunction:
+) -> PlannedModuleFunction | PipelinedModuleFunction:
     """Finds how to run a function of nnx modules on a mesh: `diffshard.search` for what `nnx.jit` takes.
 
     >>> step = diffshard.nnx.search(train_step, mesh)
@@ -96,7 +128,10 @@ def search(
       fn: a function whose arguments are, or hold, `nnx.Module`, `nnx.Optimizer`, `nnx.Rngs` and the like, which it may
         change. It must not change their structure, such as by adding variables.
       mesh: as in `diffshard.search`.
-      **options: all other arguments of `diffshard.search`, but `pipeline`.
+      **options: all other arguments of `diffshard.search`.
+
+    Returns:
+      The planned function; with `pipeline` a `PipelinedModuleFunction`.
 
     Raises:
       TypeError, ValueError: as `diffshard.search`.
@@ -105,30 +140,44 @@ def search(
     with errors_for_all(mesh if devices is None else mesh_of_all(devices), "search a plan"):
         if not callable(fn):
             raise TypeError(f"`fn` must be a function, not {type(fn).__name__}.")
-        if options.get("pipeline") is not None:
-            raise ValueError(
-                "`nnx.search` cannot be given `pipeline`: stages take arrays. Give `diffshard.search` a step on "
-                "states, by `nnx.split` and `nnx.merge`."
-            )
         static_argnames = (*argument_names(options.pop("static_argnames", ())), _GRAPH)
-        planned = search_function(_of_states(fn), mesh, static_argnames=static_argnames, **options)
-    return PlannedModuleFunction(fn, planned)
+        planned: Any = search_function(_of_states(fn), mesh, static_argnames=static_argnames, **options)
+    if isinstance(planned, PipelinedFunction):
+        return PipelinedModuleFunction(fn, planned, mesh_of_all(planned.options.cluster))
+    return PlannedModuleFunction(fn, planned, planned.options.mesh)
 
 
-def apply(plan: Plan, fn: Callable[..., Any], mesh: Mesh | AbstractMesh | None = None) -> PlannedModuleFunction:
+@overload
+def apply(
+    plan: Plan, fn: Callable[..., Any], mesh: Mesh | AbstractMesh | None = None, **options: Any
+) -> PlannedModuleFunction: ...
+
+
+@overload
+def apply(plan: PipelinePlan, fn: Callable[..., Any], mesh: Any, **options: Any) -> PipelinedModuleFunction: ...
+
+
+def apply(
+    plan: Plan | PipelinePlan, fn: Callable[..., Any], mesh: Any = None, **options: Any
+) -> PlannedModuleFunction | PipelinedModuleFunction:
     """Gives a function of nnx modules a plan that `diffshard.nnx.search` made for it, without a search.
 
     Args:
       plan: the plan, for instance from `Plan.load`.
       fn: the function.
-      mesh: as in `Plan.apply`.
+      mesh: as in `Plan.apply`; of a pipeline the devices, as in `PipelinePlan.apply`.
+      **options: as of that `apply`.
 
     Raises:
       PlanError: as `Plan.apply`.
     """
+    if isinstance(plan, PipelinePlan):
+        pipelined = plan.apply(_of_states(fn), mesh, **options)
+        return PipelinedModuleFunction(fn, pipelined, mesh_of_all(pipelined.options.cluster))
     if not isinstance(plan, Plan):
         raise TypeError(f"`plan` must be a Plan, for instance from `Plan.load`, not {type(plan).__name__}.")
-    return PlannedModuleFunction(fn, plan.apply(_of_states(fn), mesh))
+    planned = plan.apply(_of_states(fn), mesh, **options)
+    return PlannedModuleFunction(fn, planned, planned.options.mesh)
 
 
 def _of_states(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,45 +3,91 @@
 Pipelines are divided by the programme that divides functions into stages, with one device for each stage, in order.
 """
 
+import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import jax
 import numpy as np
 
 from cost.base import Problem
 from cost.evaluation import evaluate
-from diffshard.base import Progress, Proposal, Solution, Solver
+from cost.number_ranges import Amount, AmountOrInf, AnyNumber, Index
+from diffshard.base import Progress, Proposal, Solver
 from diffshard.pipelines.slowest_stage import least_sum_and_slowest
 from diffshard.pipelines.stage_programme import Submesh
+from diffshard.plans.certificate import Certified, History, check_certificate
+from diffshard.plans.documents import PLACEMENT, RecordFile, Saved
+from diffshard.plans.formats import format_bytes, format_count, format_s
+from diffshard.plans.text_table import format_table
 from diffshard.solving.presolve.base import identity
 from diffshard.solving.presolve.pipeline import presolve
 from diffshard.solving.solve import solve
 from search_spaces.placement import PlacementSpace
 
 
-class Placement(NamedTuple):
-    """Where each layer runs and what that costs, in seconds.
+@dataclass(frozen=True)
+class Placement(Certified, Saved):
+    """Where each layer runs and what that costs. Made by `diffshard.pipelines.place`; `print` shows it.
 
     Attributes:
       assignment: `[L]`, the device of each layer.
-      cost: `transfer` + `compute`.
-      transfer: between the devices of neighbouring layers.
-      compute: of the busiest device; of a pipeline (B - 1) times that of the slowest stage, plus that of all stages
+      transfer_s: between the devices of neighbouring layers.
+      compute_s: of the busiest device; of a pipeline (B - 1) times that of the slowest stage, plus that of all stages
         where layer times depend on the device (where they do not, that sum is the same for every placement).
-      device_times: `[D]`, what each device computes: all its layers once.
+      device_s: `[D]`, what each device computes: all its layers once.
       feasible: whether the layers fit the memory, run where they can and keep the pipeline's order; if not, this is the
-        placement that breaks the rules least, and `solution.excess` says by how many bytes the memory is exceeded.
-      solution: the solver's own result: lower bound, gap, feasibility, history, status.
+        placement that breaks the rules least.
+      excess_bytes: by how much the memory is exceeded.
+      lower_bound_s: no placement that is feasible takes less; -inf where the solver has no bound.
+      status: how the search ended, as in `diffshard.solvers.Solution`.
+      search_s: seconds of the search.
+      history: the improvements of the solver.
     """
 
-    assignment: np.ndarray
-    cost: float
-    transfer: float
-    compute: float
-    device_times: np.ndarray
+    _file = RecordFile(PLACEMENT, 1)
+
+    assignment: tuple[Index, ...]
+    transfer_s: AmountOrInf
+    compute_s: AmountOrInf
+    device_s: tuple[AmountOrInf, ...]
     feasible: bool
-    solution: Solution
+    excess_bytes: AmountOrInf
+    lower_bound_s: AnyNumber
+    status: str
+    search_s: Amount
+    history: History = ()
+
+    def __post_init__(self):
+        if not self.assignment or max(self.assignment) >= len(self.device_s):
+            raise ValueError(f"`assignment` must be devices from 0 to {len(self.device_s) - 1}, not {self.assignment}")
+        if self.feasible:
+            check_certificate(self.certificate)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of transfers and of computing."""
+        return self.transfer_s + self.compute_s
+
+    def __str__(self) -> str:
+        layers = [[layer for layer, device in enumerate(self.assignment) if device == d] for d in self._devices]
+        misfit = "" if self.feasible else f", not feasible: {format_bytes(self.excess_bytes)} too much memory at most"
+        lines = [
+            f"Placement of {format_count(len(self.assignment), 'layer')} on "
+            f"{format_count(len(self.device_s), 'device')}",
+            "",
+            f"  step     {format_s(self.step_s)}: transfers {format_s(self.transfer_s)}, computing "
+            f"{format_s(self.compute_s)}{misfit}",
+            *self.certificate.lines("other placement"),
+            "",
+        ]
+        rows = [("device", "computes", "layers")]
+        rows += [(str(d), format_s(self.device_s[d]), " ".join(map(str, layers[d]))) for d in self._devices]
+        return "\n".join([*lines, *format_table(rows, "  ", right=(0, 1), wrap=(2,))])
+
+    @property
+    def _devices(self) -> range:
+        return range(len(self.device_s))
 
 
 def place(
@@ -63,7 +109,7 @@ def place(
     (num_microbatches - 1) · slowest stage + transfers, plus the sum of the stages where it depends on the placement:
     where layer times differ between devices.
 
-    >>> place([3, 3, 3, 2, 4, 4], [[0, 2, 4], [2, 0, 3], [4, 3, 0]]).cost
+    >>> place([3, 3, 3, 2, 4, 4], [[0, 2, 4], [2, 0, 3], [4, 3, 0]]).step_s
     12.0
 
     Args:
@@ -82,6 +128,7 @@ def place(
       ValueError: sizes that do not fit, negative or NaN numbers, a memory limit without `layer_bytes`, fewer
         layers than stages, micro-batches that are not a positive integer, an unknown solver.
     """
+    start_s = time.perf_counter()
     space = PlacementSpace(
         layer_times,
         transfer,
@@ -102,13 +149,16 @@ def place(
     )
     placement = space.decode(solution.choice)
     return Placement(
-        assignment=placement.assignment,
-        cost=float(solution.cost),
-        transfer=placement.transfer_s,
-        compute=placement.compute_s,
-        device_times=placement.device_s,
-        feasible=solution.feasible,
-        solution=solution,
+        assignment=tuple(map(int, placement.assignment)),
+        transfer_s=float(placement.transfer_s),
+        compute_s=float(placement.compute_s),
+        device_s=tuple(map(float, placement.device_s)),
+        feasible=bool(solution.feasible),
+        excess_bytes=float(solution.excess),
+        lower_bound_s=float(solution.lower_bound),
+        status=solution.status,
+        search_s=time.perf_counter() - start_s,
+        history=solution.history,
     )
 
 

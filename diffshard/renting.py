@@ -1,5 +1,8 @@
 """`rent` plans a function for several clusters with prices, and says which does most steps for the money.
 
+>>> offers = [diffshard.hardware.Offer("8 H100s", diffshard.Hosts(1, 8, "h100"), price_per_hour=40.0), ...]
+>>> print(diffshard.hardware.rent(train_step, offers, state, batch, tokens_per_step=batch.size))
+
 The clusters are candidates of the outer search, and what it makes small is the price of a step: the price of an hour
 times the seconds of the best plan on the cluster. No offer is cut off, because the second question, which is the
 fastest, needs the plans of those that cost more; and prices in a list are easier to argue about than to obtain.
@@ -16,6 +19,7 @@ from cost.host_groups import Hosts
 from cost.real_numbers import is_positive, real_number
 from diffshard.base import InfeasibleError
 from diffshard.deadline import Deadline
+from diffshard.front_end import search
 from diffshard.outer_search import Candidate, Outcome, OuterSearch, Tried
 from diffshard.plans.formats import (
     format_bytes,
@@ -27,7 +31,6 @@ from diffshard.plans.formats import (
 from diffshard.plans.text_table import format_table, wrapped
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
-from diffshard.sharding_search.search import search
 
 _SECONDS_OF_HOUR = 3600.0
 _NOT_OF_OFFERS = {
@@ -45,7 +48,7 @@ _NOT_OF_OFFERS = {
 class Offer:
     """Devices that can be rented, and their price.
 
-    >>> Offer("two hosts", Hosts(2, devices=8, hardware="h100"), price_per_hour=48.0)
+    >>> Offer("two hosts", diffshard.Hosts(2, devices=8, hardware="h100"), price_per_hour=48.0)
 
     Attributes:
       name: what the offer is called in tables.
@@ -118,7 +121,7 @@ class PlannedOffer(NamedTuple):
 
 @dataclass(frozen=True)
 class Rental:
-    """Offers of devices beside each other, made by `diffshard.rent`; `print` shows them as a table.
+    """Offers of devices beside each other, made by `rent`; `print` shows them as a table.
 
     Attributes:
       fn: the function.

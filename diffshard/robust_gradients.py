@@ -82,7 +82,7 @@ def zeno(
 ) -> Callable[..., ZenoResult]:
     """Makes a function like `jax.value_and_grad(loss_fn)` whose gradients leave out the most suspicious replicas.
 
-    >>> gradients_of = diffshard.zeno(loss_fn, num_replicas=8, num_dropped=2, step_size=1e-3)
+    >>> gradients_of = diffshard.robust_gradients.zeno(loss_fn, num_replicas=8, num_dropped=2, step_size=1e-3)
     >>> loss, gradients, report = gradients_of(params, batch, check_batch)
 
     The batch is divided into equal parts, one for each replica. `check_batch` is other data that everyone trusts; an

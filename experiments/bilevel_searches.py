@@ -77,7 +77,7 @@ class Searches:
     def __init__(self, training: task.Training, link: str):
         self.training, self.link = training, link
         self.space = task.space(training.setting, link, training.task)
-        self._search_of: dict[str, diffshard.BilevelSearch] = {}
+        self._search_of: dict[str, diffshard.formats.BilevelSearch] = {}
 
     def proposals(self, name: str, seeds: int) -> list[Run]:
         """Returns the proposal for each seed, from the records where it is there."""
@@ -92,7 +92,7 @@ class Searches:
             for seed in range(seeds)
         ]
 
-    def search(self, name: str) -> diffshard.BilevelSearch:
+    def search(self, name: str) -> diffshard.formats.BilevelSearch:
         """Returns a search of the cheapest choice within the margin; made and compiled once."""
         if name not in self._search_of:
             estimator_name = name.removesuffix(" shuffled")
@@ -127,7 +127,7 @@ class Searches:
 
         def run() -> dict[str, tuple[Run, int]]:
             rungs = (training.steps // 4, training.steps // 4, training.steps // 2)
-            data = diffshard.CandidatesData(
+            data = diffshard.formats.CandidatesData(
                 training.params(_PROOF_SEED),
                 task.as_list(training.batches(_PROOF_SEED)),
                 task.as_list(training.task.evaluated("validation")),

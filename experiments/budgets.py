@@ -28,8 +28,8 @@ def row_of(name: str, num_steps: int, link: diffshard.Link | None) -> tuple[str,
     """Plans one model for three phases; returns the cells of its row."""
     model = MODELS[name]()
     eight, four = AbstractMesh((2, 4), ("data", "model")), AbstractMesh((1, 4), ("data", "model"))
-    phases = [diffshard.Phase(mesh=mesh, num_steps=num_steps, hardware="h100") for mesh in (eight, four, eight)]
-    budget = diffshard.budget(model.step, phases, *abstract_arguments(model), donate_argnums=0, move_link=link)
+    phases = [diffshard.elastic.Phase(mesh=mesh, num_steps=num_steps, hardware="h100") for mesh in (eight, four, eight)]
+    budget = diffshard.elastic.budget(model.step, phases, *abstract_arguments(model), donate_argnums=0, move_link=link)
     chosen, alone = budget.chosen, budget.alone
     return (
         name, f"{num_steps:,}", format_s(chosen.total_s), format_s(chosen.moves_s), format_s(alone.total_s),

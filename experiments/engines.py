@@ -4,8 +4,8 @@
 
 A step of a recommendation model takes the longest lookups of a device and the longest rest of a device. As an objective
 that is `max(forward_s) + max(rest_s)` of two quantities. The search for objectives solves its tangents, mixes, descends
-and branches; the engine of `diffshard.shard_tables` anneals chains of placements and has bounds of its own. In a last
-column the shared search begins with the tangent at one choice, in place of the mean of the tangents at random ones.
+and branches; the engine of `diffshard.tables.shard_tables` anneals chains of placements and has bounds of its own. In a
+last column the shared search begins with the tangent at one choice, in place of the mean of those at random ones.
 """
 
 import argparse
@@ -21,9 +21,9 @@ import numpy as np
 from cost.base import Problem
 from cost.quantities import Quantity, with_weights
 from diffshard.base import Solution
-from diffshard.embedding_tables.solving import solve_space
 from diffshard.solving.objectives.objective import Objective, PricedObjective
 from diffshard.solving.solve import solve
+from diffshard.tables.solving import solve_space
 from experiments.embedding_tables.tasks import generated, mlperf
 from experiments.tables import print_table
 from search_spaces.embedding_tables.space import EmbeddingTableSpace

@@ -37,7 +37,7 @@ _MIN_BYTES = 1024.0
 """Collectives of less are not counted: the numbers of chosen and dropped tokens."""
 
 
-def layouts(mesh: Mesh, num_experts: int) -> dict[str, diffshard.ExpertLayout]:
+def layouts(mesh: Mesh, num_experts: int) -> dict[str, diffshard.experts.ExpertLayout]:
     """Makes layouts of the devices of a mesh of two axes: its rows as groups, and groups of unequal size."""
     num_groups, num_members = np.array(mesh.devices).shape
     devices = np.array(mesh.devices).ravel()
@@ -46,13 +46,13 @@ def layouts(mesh: Mesh, num_experts: int) -> dict[str, diffshard.ExpertLayout]:
         return [tuple(map(int, own)) for own in np.array_split(np.arange(num_experts), num_members)]
 
     named = Mesh(np.array(mesh.devices), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
-    rows = diffshard.ExpertLayout(named, "expert", (tuple(range(num_members)),), tuple(spread(num_members)))
+    rows = diffshard.experts.ExpertLayout(named, "expert", (tuple(range(num_members)),), tuple(spread(num_members)))
     if num_groups != 2 or num_members < 2:
         return {f"{num_groups} groups of {num_members}": rows}
     few = num_members - 1
     groups = (tuple(range(few)), tuple(range(few, len(devices))))
     line = Mesh(devices, ("expert",), axis_types=(AxisType.Auto,))
-    unequal = diffshard.ExpertLayout(
+    unequal = diffshard.experts.ExpertLayout(
         line, "expert", groups, tuple(own for group in groups for own in spread(len(group)))
     )
     return {f"{num_groups} groups of {num_members}": rows, f"groups of {few} and {num_members + 1}": unequal}
@@ -105,7 +105,9 @@ def sent_mb(compiled: Any, mesh: Mesh) -> dict[str, float]:
     return {kind: float(by_device.max()) for kind, by_device in sent.items()}
 
 
-def predicted_mb(layout: diffshard.ExpertLayout, exchange_mb: float, all_reduce_mb: float) -> tuple[float, float]:
+def predicted_mb(
+    layout: diffshard.experts.ExpertLayout, exchange_mb: float, all_reduce_mb: float
+) -> tuple[float, float]:
     """Returns the MB that the formula charges: exchanges of the slowest group, and the all-reduce between groups."""
     num_groups = layout.mesh.shape.get("data", len(layout.groups))
     passes, num_exchanges = 2, 2

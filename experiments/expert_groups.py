@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 
 import diffshard
-from cost.expert_groups import ExpertStep, ExpertWorkers, step_ms
+from cost.expert_groups import ExpertStep, ExpertWorkers, step_s
 from experiments.tables import print_table
 
 EXPERT_FLOPS = 16 * 4 * 2048 * 1024**2
-FLOPS_PER_MS = 0.43 * 312e9
+FLOPS_PER_S = 0.43 * 312e12
 STEP: Mapping[str, Any] = {
-    "exchange_mb": 16.0,
+    "exchange_bytes": 16e6,
     "num_exchanges": 4.0,
-    "all_reduce_mb": 512.0,
+    "all_reduce_bytes": 512e6,
     "num_layers": 24,
     "layer_spacing": 2,
     "recomputation": 1,
@@ -41,10 +41,10 @@ def irregular_cluster(num_workers: int, seed: int) -> ExpertWorkers:
     noise = rng.uniform(0.8, 1.3, (num_workers, num_workers))
     noise = np.maximum(noise, noise.T)
     return ExpertWorkers(
-        FLOPS_PER_MS * rng.choice([1.0, 0.5, 0.25], num_workers),
+        FLOPS_PER_S * rng.choice([1.0, 0.5, 0.25], num_workers),
         rng.integers(2, 9, num_workers),
-        np.where(same_node, 0.009, 0.03) * noise,
-        np.where(same_node, 0.014, 0.054) * noise,
+        np.where(same_node, 0.009e-3, 0.03e-3) * noise,
+        np.where(same_node, 0.014e-9, 0.054e-9) * noise,
     )
 
 
@@ -52,43 +52,43 @@ def random_cluster(num_workers: int, seed: int) -> ExpertWorkers:
     """Makes a cluster of unequal workers without nodes: links differ tenfold, in both directions."""
     rng = np.random.default_rng(seed)
     return ExpertWorkers(
-        FLOPS_PER_MS * rng.choice([1.0, 0.5, 0.25], num_workers),
+        FLOPS_PER_S * rng.choice([1.0, 0.5, 0.25], num_workers),
         rng.integers(2, 9, num_workers),
-        rng.uniform(0.009, 0.09, (num_workers, num_workers)),
-        rng.uniform(0.014, 0.14, (num_workers, num_workers)),
+        rng.uniform(0.009e-3, 0.09e-3, (num_workers, num_workers)),
+        rng.uniform(0.014e-9, 0.14e-9, (num_workers, num_workers)),
     )
 
 
-def group(workers: ExpertWorkers, num_experts: int, solver: str | None = None) -> diffshard.GroupPlan:
+def group(workers: ExpertWorkers, num_experts: int, solver: str | None = None) -> diffshard.experts.GroupPlan:
     """Plans groups for the step of this experiment, with 16 examples for each worker."""
-    return diffshard.group_experts(
+    return diffshard.experts.group_experts(
         [EXPERT_FLOPS] * num_experts,
-        workers.flops_per_ms,
+        workers.flops_per_s,
         workers.capacity,
-        workers.latency_ms,
-        workers.ms_per_mb,
+        workers.latency_s,
+        workers.s_per_byte,
         global_batch=16 * workers.num_workers,
         solver=solver,
         **STEP,
     )
 
 
-def equal_groups_ms(workers: ExpertWorkers, num_experts: int) -> float:
-    """Returns the milliseconds of the best division into equally many neighbouring workers."""
+def equal_groups_s(workers: ExpertWorkers, num_experts: int) -> float:
+    """Returns the seconds of the best division into equally many neighbouring workers."""
     num_workers = workers.num_workers
     step = ExpertStep((EXPERT_FLOPS,) * num_experts, global_batch=16 * num_workers, **STEP)
     counts = [count for count in range(1, num_workers + 1) if num_workers % count == 0]
-    return min(step_ms(workers, step, np.arange(num_workers).reshape(count, -1).tolist()) for count in counts)
+    return min(step_s(workers, step, np.arange(num_workers).reshape(count, -1).tolist()) for count in counts)
 
 
 def irregular_rows(counts: Sequence[int], num_experts: int, seeds: int) -> list[tuple]:
-    """Returns a row for each irregular cluster: milliseconds of all ways of grouping, the bound, and seconds."""
+    """Returns a row for each irregular cluster: seconds of all ways of grouping, the bound, and seconds."""
     rows = []
     for num_workers, seed in itertools.product(counts, range(seeds)):
         workers = irregular_cluster(num_workers, seed)
         plan, seconds = _timed(group, workers, num_experts)
-        times = (plan.step_ms, plan.merging_ms, equal_groups_ms(workers, num_experts), plan.lower_bound_ms)
-        printed = (*(f"{ms:.1f}" for ms in times), f"{plan.gap:.1%}", f"{seconds:.1f}")
+        times = (plan.step_s, plan.merging_s, equal_groups_s(workers, num_experts), plan.lower_bound_s)
+        printed = (*(f"{1e3 * s:.1f}" for s in times), f"{plan.gap:.1%}", f"{seconds:.1f}")
         rows.append((num_workers, seed, len(plan.groups), *printed))
     return rows
 
@@ -100,9 +100,9 @@ def few_rows(counts: Sequence[int], experts: Sequence[int], seeds: int) -> list[
         workers = random_cluster(num_workers, seed)
         exact, exact_s = _timed(group, workers, num_experts)
         solved, solved_s = _timed(group, workers, num_experts, "gradient")
-        times = (exact.step_ms, solved.step_ms, exact.lower_bound_ms)
-        ratio = solved.step_ms / exact.step_ms
-        printed = (*(f"{ms:.1f}" for ms in times), f"{ratio:.3f}", f"{exact_s:.2f}", f"{solved_s:.2f}")
+        times = (exact.step_s, solved.step_s, exact.lower_bound_s)
+        ratio = solved.step_s / exact.step_s
+        printed = (*(f"{1e3 * s:.1f}" for s in times), f"{ratio:.3f}", f"{exact_s:.2f}", f"{solved_s:.2f}")
         rows.append((num_workers, num_experts, seed, len(exact.groups), *printed))
     return rows
 
@@ -114,10 +114,10 @@ def assignment_rows(sizes: Sequence[str], seeds: int) -> list[tuple]:
         num_experts, num_workers = map(int, size.split("x"))
         rng = np.random.default_rng(seed)
         capacity = rng.integers(num_experts // num_workers, 2 * num_experts // num_workers + 1, num_workers)
-        works, speeds = rng.uniform(1, 4, num_experts), rng.choice([1.0, 2.0, 4.0], num_workers)
-        assignment, seconds = _timed(diffshard.assign_experts, works, speeds, capacity)
-        times = (assignment.makespan_ms, assignment.greedy_ms, assignment.lower_bound_ms)
-        printed = (*(f"{ms:.3f}" for ms in times), f"{assignment.gap:.2%}", f"{seconds:.1f}")
+        works, speeds = rng.uniform(1, 4, num_experts), rng.choice([1e3, 2e3, 4e3], num_workers)
+        assignment, seconds = _timed(diffshard.experts.assign_experts, works, speeds, capacity)
+        times = (assignment.step_s, assignment.greedy_s, assignment.lower_bound_s)
+        printed = (*(f"{1e3 * s:.3f}" for s in times), f"{assignment.gap:.2%}", f"{seconds:.1f}")
         rows.append((num_experts, num_workers, seed, *printed))
     return rows
 

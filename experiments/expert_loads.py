@@ -40,7 +40,7 @@ def clustered_batch(seed: int, num_tokens: int, width: int) -> tuple[np.ndarray,
     return centres[0, cluster] + 0.3 * noise, centres[1, cluster]
 
 
-def moved_experts(layout: diffshard.ExpertLayout, target: diffshard.ExpertLayout) -> int:
+def moved_experts(layout: diffshard.experts.ExpertLayout, target: diffshard.experts.ExpertLayout) -> int:
     """Returns how many experts of a group change their device."""
     places = zip(layout.places[0], target.places[0], strict=True)
     return sum(old.device != new.device for old, new in places)
@@ -57,11 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--width", type=int, default=32)
     options = parser.parse_args(arguments)
     mesh = host_mesh((2, 4))
-    first = diffshard.assign_experts([1.0] * options.experts, SPEEDS, options.room).layout(mesh, _AXIS)
+    first = diffshard.experts.assign_experts([1.0] * options.experts, SPEEDS, options.room).layout(mesh, _AXIS)
     losses = np.zeros((2, options.steps))
     rows: list[tuple[Any, ...]] = []
     for moving in (False, True):
-        layout, loads = first, diffshard.ExpertLoads.init(options.experts)
+        layout, loads = first, diffshard.experts.ExpertLoads.init(options.experts)
         init, step = training(layout, HIDDEN, optax.adam(3e-3))
         run = jax.jit(step)
         state = jax.jit(init)(jax.random.key(0), jnp.zeros((options.tokens, options.width)))
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if not moving or (number + 1) % options.every or number + 1 == options.steps:
                 continue
             work = loads.work() * 2 * options.tokens / options.experts
-            assignment = diffshard.assign_experts(work, SPEEDS, options.room)
+            assignment = diffshard.experts.assign_experts(work, SPEEDS, options.room)
             target = assignment.layout(mesh, _AXIS)
             old_makespan = max(work[list(own)].sum() / speed for own, speed in zip(layout.experts, SPEEDS, strict=True))
             rows.append(
@@ -80,8 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     number + 1,
                     f"{work.max() / work.mean():.1f}",
                     f"{old_makespan:.0f}",
-                    f"{assignment.makespan_ms:.0f}",
-                    f"{assignment.lower_bound_ms:.0f}",
+                    f"{assignment.step_s:.0f}",
+                    f"{assignment.lower_bound_s:.0f}",
                     moved_experts(layout, target),
                     f"{int(result.num_dropped) / (2 * options.tokens):.1%}",
                 )

@@ -16,9 +16,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cost.presets import preset
-from diffshard.experts import shardings
-from diffshard.experts.arguments import describe_arguments
-from diffshard.experts.base import ExpertMesh
+from diffshard.baselines import shardings
+from diffshard.baselines.arguments import describe_arguments
+from diffshard.baselines.base import BaselineMesh
 from diffshard.sharding_search.call import call_of
 from diffshard.sharding_search.options import Options
 
@@ -60,7 +60,7 @@ def hand_plan(expert: shardings.Expert, state: Any, batch: Any, mesh: Mesh | Abs
     hardware = preset("h100", dict(mesh.shape))  # of which experts know nothing
     call = call_of(Options(fn=step, mesh=mesh, hardware=hardware, memory_limit_bytes=math.inf), (state, batch), {})
     arguments = describe_arguments(call, [number == 0 for number in call.numbers])
-    expert_shardings = expert(arguments, ExpertMesh(dict(mesh.shape), mesh.axis_names[-1]), TENSOR_DIMENSIONS)
+    expert_shardings = expert(arguments, BaselineMesh(dict(mesh.shape), mesh.axis_names[-1]), TENSOR_DIMENSIONS)
     named_shardings = [NamedSharding(mesh, spec) for spec in expert_shardings.specs]
     state_shardings, batch_shardings = jax.tree.unflatten(jax.tree.structure((state, batch)), named_shardings)
     return HandPlan(state_shardings, batch_shardings, dict(expert_shardings.rules))

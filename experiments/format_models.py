@@ -99,5 +99,5 @@ class Setting(NamedTuple):
 
 def search(model: Model, mesh: Any, hardware: Any, limit: float, key: int | None = None, **formats: Any) -> Any:
     """Searches shardings and formats together."""
-    limits = diffshard.Formats(limit, **formats)
+    limits = diffshard.formats.Formats(limit, **formats)
     return diffshard.search(model.step, mesh, hardware=hardware, key=key, formats=limits, progress="none")

@@ -155,7 +155,7 @@ def joint_table(setting: Setting, budgets: Sequence[float], time_limit_s: float)
             chosen = [v.index for i in best_groups(gains, losses, budget) for v in groups[i].vertices]
             afterwards = in_float8(free, np.array(exact.choice), [i for i in chosen if of[i] > 0])
             afterwards_s = step_s(free.predict(afterwards.tolist()))
-            formats = diffshard.Formats(budget, increases=increases)
+            formats = diffshard.formats.Formats(budget, increases=increases)
             joint = diffshard.search(
                 setting.wide.step,
                 setting.mesh,
@@ -189,7 +189,7 @@ def compiled_table(name: str, mesh_text: str, sizes: str, time_limit_s: float) -
     for label, increases in (("exact", {}), ("float8", every)):
         step = diffshard.search(
             model.step, mesh, hardware=hardware, time_limit_s=time_limit_s, donate_argnums=0,
-            formats=diffshard.Formats(ANY_LOSS, increases=increases),
+            formats=diffshard.formats.Formats(ANY_LOSS, increases=increases),
         )  # fmt: skip
         arguments = abstract_arguments(model)
         plan = step.plan(*arguments)

@@ -77,9 +77,9 @@ def batches(key: jax.Array, count: int, size: int) -> list[jax.Array]:
 
 def row(optimizer: str, rate: float, num_steps: int) -> list[Any]:
     """Searches with one optimiser; returns its name, rate, both losses, what was chosen, and predicted seconds."""
-    strategies = {"gradient": (diffshard.Exact(), diffshard.LastGradient(COMPUTE_S))}
+    strategies = {"gradient": (diffshard.formats.Exact(), diffshard.formats.LastGradient(COMPUTE_S))}
     space = functools.partial(
-        diffshard.CommunicationSpace,
+        diffshard.formats.CommunicationSpace,
         param_specs=PartitionSpec(),
         batch_specs=PartitionSpec("data"),
         strategies=strategies,
@@ -95,7 +95,7 @@ def row(optimizer: str, rate: float, num_steps: int) -> list[Any]:
     params_key, search_key, data_key, test_key, key = jax.random.split(jax.random.key(1), 5)
     params, first = start(params_key), batches(search_key, 2, BATCH)
     state, _ = search.update(search.init(search_key, params, first[0]), *first)
-    data = diffshard.CandidatesData(
+    data = diffshard.formats.CandidatesData(
         params,
         batches(data_key, num_steps, BATCH),
         batches(test_key, 64, BATCH),

@@ -24,10 +24,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import diffshard
+from diffshard.baselines.base import DoesNotApplyError
 from diffshard.checks.achievable_rates import achievable_rates
 from diffshard.checks.timeline import simulate
 from diffshard.checks.verify import predicted_sent_bytes
-from diffshard.experts.base import DoesNotApplyError
 from experiments import experts
 from experiments.host_devices import parse_mesh
 from experiments.models import long_decoder

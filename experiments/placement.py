@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffshard import Placement, place
+from diffshard.pipelines import Placement, place
 from experiments.tables import print_table
 
 
@@ -79,8 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             start = time.perf_counter()
             result = place_case(case, solver)
             seconds = time.perf_counter() - start
-            bound = result.solution.lower_bound
-            costs = (case.optimum, result.cost, result.transfer, result.compute)
+            bound = result.lower_bound_s
+            costs = (case.optimum, result.step_s, result.transfer_s, result.compute_s)
             limit = f"{bound:.2f}" if np.isfinite(bound) else "none"
             rows.append((case.name, solver, *(f"{cost:g}" for cost in costs), limit, f"{seconds:.2f}"))
     columns = ("layers", "solver", "optimum", "cost", "transfer", "compute", "bound", "seconds")

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh
 
 from cost.base import Problem
 from diffshard.base import Solution
-from diffshard.sharding_search.search import search
+from diffshard.front_end import search
 from diffshard.sharding_search.tracing import space_of, trace_function
 from diffshard.solving import contest
 from diffshard.solving.solve import solve, solver_names

@@ -46,12 +46,14 @@ def train(
         is_bad = jnp.arange(NUM_REPLICAS * task.per_replica) < num_faulty * task.per_replica
         is_bad &= fault == FAULT_NAMES.index(POISON)
         batch = jax.tree.map(partial(_where, is_bad), task.poison(batch), batch)
-        _, by_replica = diffshard.replica_gradients(task.loss, NUM_REPLICAS)(params, batch)
+        _, by_replica = diffshard.robust_gradients.replica_gradients(task.loss, NUM_REPLICAS)(params, batch)
         received = with_faults(by_replica, fault, num_faulty, jax.random.fold_in(fault_key, number))
         kept = jnp.ones(NUM_REPLICAS, bool)
         if method.startswith("zeno"):
             options = {"num_dropped": num_dropped, "step_size": task.step_size, "memory": MEMORY * (method != "zeno")}
-            gradients, report = diffshard.zeno_mean(task.loss, params, received, check, standings, **options)
+            gradients, report = diffshard.robust_gradients.zeno_mean(
+                task.loss, params, received, check, standings, **options
+            )
             kept, standings = report.kept, report.standings
         else:
             combine = jnp.median if method == "median" else jnp.mean

@@ -2,9 +2,9 @@
 
     python -m experiments.suspicious_overhead [--mesh 8x1] [--shares 8 32] [--timeline]
 
-A GPT training step is planned for H100s with the plain gradient and with `diffshard.zeno`, whose check batch is a share
-of one replica's part. The table has the predicted seconds, and with `--timeline` those of the program that XLA compiles
-for absent GPUs (the extra `gpu-compile`).
+A GPT training step is planned for H100s with the plain gradient and with `diffshard.robust_gradients.zeno`, whose check
+batch is a share of one replica's part. The table has the predicted seconds, and with `--timeline` those of the program
+that XLA compiles for absent GPUs (the extra `gpu-compile`).
 """
 
 import argparse
@@ -36,7 +36,7 @@ def steps_of(network: GPT, num_replicas: int) -> tuple[Callable[..., Any], Calla
     def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
         return next_token_loss(jnp.asarray(network.apply({"params": params}, tokens[:, :-1])), tokens)
 
-    gradients_of = diffshard.zeno(loss_fn, num_replicas=num_replicas, num_dropped=1, step_size=0.1)
+    gradients_of = diffshard.robust_gradients.zeno(loss_fn, num_replicas=num_replicas, num_dropped=1, step_size=0.1)
 
     def updated(state: Any, gradients: Any) -> Any:
         params, optimizer_state = state

@@ -22,11 +22,11 @@ from jax.sharding import Mesh
 
 import diffshard
 from cost.networks import links_of
+from diffshard.baselines.base import DoesNotApplyError
 from diffshard.checks.achievable_rates import H100_HOST, achievable_rates
 from diffshard.checks.perfetto import write_perfetto
 from diffshard.checks.timeline import Timeline, simulate
 from diffshard.checks.verify import verify
-from diffshard.experts.base import DoesNotApplyError
 from diffshard.plans.timeline import PredictedWait
 from experiments import experts
 from experiments.host_devices import parse_mesh

@@ -27,14 +27,12 @@ from cost.expert_groups import (
     ExpertStep,
     ExpertWorkers,
     Group,
-    all_reduce_link_ms,
-    all_reduce_ms,
-    group_ms,
-    step_ms,
+    all_reduce_link_s,
+    all_reduce_s,
+    group_s,
+    step_s,
 )
 from search_spaces.base import Part
-
-_S_PER_MS = 1e-3
 
 
 class DecodedGroups(NamedTuple):
@@ -43,14 +41,14 @@ class DecodedGroups(NamedTuple):
     Attributes:
       chosen: the group that each worker chooses, `[W]`.
       groups: the different ones of these, by their first workers; they divide the workers if the choice is feasible.
-      group_ms: milliseconds of each group, all-reduce included.
-      step_ms: of the slowest group; infinite if the groups do not divide the workers.
+      group_s: seconds of each group, all-reduce included.
+      step_s: of the slowest group; infinite if the groups do not divide the workers.
     """
 
     chosen: tuple[Group, ...]
     groups: tuple[Group, ...]
-    group_ms: np.ndarray
-    step_ms: float
+    group_s: np.ndarray
+    step_s: float
 
 
 class ExpertGroupSpace:
@@ -69,9 +67,9 @@ class ExpertGroupSpace:
     def __init__(self, workers: ExpertWorkers, step: ExpertStep, num_groups: int, candidates: Iterable[Sequence[int]]):
         self.workers, self.step, self.num_groups = workers, step, num_groups
         groups = sorted({tuple(sorted(map(int, group))) for group in candidates})
-        times = [group_ms(workers, step, group) for group in groups]
-        self.candidates = tuple(group for group, ms in zip(groups, times, strict=True) if np.isfinite(ms))
-        self.candidate_ms = np.array([ms for ms in times if np.isfinite(ms)])
+        times = [group_s(workers, step, group) for group in groups]
+        self.candidates = tuple(group for group, own_s in zip(groups, times, strict=True) if np.isfinite(own_s))
+        self.candidate_s = np.array([own_s for own_s in times if np.isfinite(own_s)])
         own: list[list[int]] = [[] for _ in range(workers.num_workers)]
         for index, group in enumerate(self.candidates):
             for worker in group:
@@ -91,8 +89,8 @@ class ExpertGroupSpace:
         leads = [np.array([self.candidates[c][0] == w for c in own]) for w, own in enumerate(self.own_candidates)]
         node_cost = [np.zeros(len(own)) for own in self.own_candidates]
         if self.num_groups > 1:
-            link_ms = all_reduce_link_ms(self.workers, self.step, self.num_groups)
-            node_cost[0] = node_cost[0] + link_ms[~np.eye(num_workers, dtype=bool)].max() * _S_PER_MS
+            link_s = all_reduce_link_s(self.workers, self.step, self.num_groups)
+            node_cost[0] = node_cost[0] + link_s[~np.eye(num_workers, dtype=bool)].max()
         return Problem(
             node_cost=node_cost,
             edge_nodes=np.array(edge_nodes, np.int64).reshape(-1, 2),
@@ -106,7 +104,7 @@ class ExpertGroupSpace:
 
     def _loads(self, worker: int, leads: np.ndarray, leaders: list[int]) -> np.ndarray:
         """Returns `[S_w, D]`, the seconds of the groups that a worker is the first of."""
-        own_s = np.where(leads, self.candidate_ms[list(self.own_candidates[worker])], 0.0) * _S_PER_MS
+        own_s = np.where(leads, self.candidate_s[list(self.own_candidates[worker])], 0.0)
         return np.where(np.array(leaders) == worker, own_s[:, None], 0.0)
 
     def _agreement(self, first: int, second: int) -> np.ndarray:
@@ -154,12 +152,12 @@ class ExpertGroupSpace:
         groups = tuple(sorted(set(chosen)))
         if sorted(w for group in groups for w in group) != list(range(self.workers.num_workers)):
             return DecodedGroups(chosen, groups, np.full(len(groups), np.inf), np.inf)
-        own_ms = np.array([group_ms(self.workers, self.step, group) for group in groups])
+        own_s = np.array([group_s(self.workers, self.step, group) for group in groups])
         return DecodedGroups(
             chosen,
             groups,
-            own_ms + all_reduce_ms(self.workers, self.step, groups),
-            step_ms(self.workers, self.step, groups),
+            own_s + all_reduce_s(self.workers, self.step, groups),
+            step_s(self.workers, self.step, groups),
         )
 
     def explain(self, choice: Sequence[int]) -> tuple[Part, ...]:
@@ -187,10 +185,10 @@ def _example() -> ExpertGroupSpace:
     """Makes four workers on two hosts that form two groups."""
     same_host = np.kron(np.eye(2), np.ones((2, 2))) > 0
     workers = ExpertWorkers(
-        flops_per_ms=np.array([4.0, 2.0, 3.0, 3.0]),
+        flops_per_s=np.array([4.0, 2.0, 3.0, 3.0]),
         capacity=np.array([2, 3, 3, 2]),
-        latency_ms=np.where(same_host, 0.1, 0.3),
-        ms_per_mb=np.where(same_host, 0.01, 0.05),
+        latency_s=np.where(same_host, 0.1, 0.3),
+        s_per_byte=np.where(same_host, 0.01, 0.05),
     )
     step = ExpertStep((8.0, 4.0, 4.0), 4.0, 4.0, 16.0, 4, 2, 1, 8, 1)
     pairs = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]

@@ -9,8 +9,8 @@ one for every edge, and what each device computes is a load: the cost takes the 
 Letters for sizes: L layers, D devices, B micro-batches. An assignment matrix X `[L, D]` has a row of weights for each
 layer.
 
-`diffshard.place` divides pipelines by the dynamic programme of `diffshard.pipelines`; as a problem they are for all
-other solvers, and for the price of any division.
+`diffshard.pipelines.place` divides pipelines by the dynamic programme of `diffshard.pipelines`; as a problem they are
+for all other solvers, and for the price of any division.
 
 Source: for the pipeline, the synchronous 1F1B schedule of Narayanan et al. (2021).
 """
@@ -32,7 +32,8 @@ from search_spaces.base import Part
 class DecodedPlacement(NamedTuple):
     """Where each layer runs and what that costs, in seconds.
 
-    A type of its own beside `diffshard.Placement`, which adds a solver's result that a search space knows nothing of.
+    A type of its own beside `diffshard.pipelines.Placement`, which adds what the search found out, of which a search
+    space knows nothing.
 
     Attributes:
       assignment: `[L]`, the device of each layer.

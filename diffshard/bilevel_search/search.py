@@ -68,7 +68,8 @@ def bilevel(
         must be a `LossySpace`; without both, it must not have a loss of its own.
       cost_weight: or instead: units of loss that the exact choice's whole cost is worth; a number or a schedule.
       estimator: "curvature", "mixture", "sampled"; one with options, as
-        `diffshard.sampled(temperature=0.5)`; or a function that follows `diffshard.bilevel_search.base.Increase`.
+        `diffshard.formats.sampled(temperature=0.5)`; or a function that follows
+        `diffshard.bilevel_search.base.Increase`.
       order: 2 lets A see what forward strategies do to training, through one step of θ, for two more gradients.
         Strategies of backward and gradient collectives do not show in it; `curvature` and `prove` see those.
       choice_every: how many steps of θ there are to one of A, which comes with the first of them; looking at the

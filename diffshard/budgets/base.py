@@ -1,15 +1,22 @@
 """Phases of a job whose devices change, and the plans and moves that were chosen for them."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.base import Hardware
+from cost.number_ranges import Amount, Count, Index
 from cost.real_numbers import is_positive, whole_number
+from diffshard.base import PlanError
+from diffshard.plans.certificate import Certified, History, check_certificate
+from diffshard.plans.documents import BUDGET, RecordFile, Saved
+from diffshard.plans.file import from_json, to_json
 from diffshard.plans.formats import format_bytes, format_devices, format_percent, format_s, short_name
+from diffshard.plans.json_values import from_json_values
 from diffshard.plans.text_table import format_table, wrapped
 from diffshard.resharding.moves import Move
 from diffshard.sharding_search.plan import Plan
@@ -38,7 +45,7 @@ class Phase:
     duration_s: float | None = None
     hardware: Hardware | str | None = None
     memory_limit_bytes: float | None = None
-    device_ids: tuple[int, ...] | None = None
+    device_ids: tuple[Index, ...] | None = None
 
     def __post_init__(self):
         if not isinstance(self.mesh, Mesh | AbstractMesh):
@@ -74,6 +81,11 @@ class Phase:
         return tuple(range(self.mesh.size))
 
 
+def _mesh_of_axes(values: Any) -> AbstractMesh:
+    axes = from_json_values(Mapping[str, Count], values)
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
 class PhasePlans(NamedTuple):
     """Plans for all phases, and the moves between them.
 
@@ -85,7 +97,7 @@ class PhasePlans(NamedTuple):
 
     plans: tuple[Plan, ...]
     moves: tuple[Move, ...]
-    num_steps: tuple[float, ...]
+    num_steps: tuple[Amount, ...]
 
     @property
     def moves_s(self) -> float:
@@ -104,27 +116,93 @@ class PhasePlans(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Budget:
-    """How a job runs while its devices change. Made by `diffshard.budget`; `print` shows it.
+class Budget(Certified, Saved):
+    """How a job runs while its devices change. Made by `diffshard.elastic.budget`; `print` shows it.
 
     Attributes:
-      fn: the function.
-      phases: as they were given.
+      phases: as they were given, with the numbers of their devices.
       chosen: the plans and moves that were chosen together.
       alone: each phase's plan without regard to the others, as `search` finds it, with the moves that it causes.
-      bound: for phases with numbers of steps, seconds below which no plans and moves can be in total; for phases with
-        durations, the number of steps above which none can be.
+      lower_bound_s: no plans and moves make the mean step, `step_s`, shorter.
       status: of the solver on the joint problem.
       search_s: seconds that all this took.
+      history: empty: several problems are solved.
+      fn: the function; not saved.
     """
 
-    fn: Callable[..., Any]
     phases: tuple[Phase, ...]
     chosen: PhasePlans
     alone: PhasePlans
-    bound: float
+    lower_bound_s: Amount
     status: str
-    search_s: float
+    search_s: Amount
+    history: History = ()
+    fn: Callable[..., Any] | None = field(default=None, compare=False)
+
+    _file = RecordFile(
+        BUDGET,
+        1,
+        without=("fn",),
+        parts={
+            Mesh | AbstractMesh: (lambda mesh: dict(mesh.shape), _mesh_of_axes),
+            Plan: (to_json, lambda values: from_json(values, "a plan of a phase", Plan)),
+        },
+    )
+
+    def __post_init__(self):
+        for plans in (self.chosen, self.alone):
+            if not len(self.phases) == len(plans.plans) == len(plans.num_steps) == len(plans.moves) + 1 > 1:
+                raise ValueError("its phases, plans, steps and moves are not of the same two or more phases")
+            given = [phase.num_steps for phase in self.phases]
+            if any(n is not None and n != steps for n, steps in zip(given, plans.num_steps, strict=True)):
+                raise ValueError(f"its plans run for {plans.num_steps} steps, where its phases have {given}")
+            for phase, plan in zip(self.phases, plans.plans, strict=True):
+                if dict(phase.mesh.shape) != dict(plan.mesh_axes):
+                    raise ValueError(f"a phase of {dict(phase.mesh.shape)} has a plan for {dict(plan.mesh_axes)}")
+        if len({phase.duration_s is None for phase in self.phases}) > 1:
+            raise ValueError("its phases must all have `num_steps` or all `duration_s`")
+        check_certificate(self.certificate)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        fn: Callable[..., Any] | None = None,
+        meshes: Sequence[Mesh | AbstractMesh | None] = (),
+    ) -> "Budget":
+        """Reads a budget that `save` wrote, for instance in a process that is started for one of its phases.
+
+        >>> step = Budget.load("budget.json", train_step, [None, mesh]).step(1)
+
+        Args:
+          path: the file.
+          fn: the function that it was made for; None for a budget that is only shown.
+          meshes: for each phase its devices, with the axes of the phase; None, or none at all, where they are not here.
+
+        Raises:
+          PlanError: the file is no budget, is damaged, or a mesh has other axes than its phase.
+          OSError: the file cannot be read.
+        """
+        budget = cls._file.load(path, cls)
+        if meshes and len(meshes) != len(budget.phases):
+            raise PlanError(f"`meshes` must be {len(budget.phases)}, one for each phase, not {len(meshes)}.")
+        for i, mesh in enumerate(meshes):
+            if mesh is not None:
+                budget = budget._on(i, mesh)
+        return replace(budget, fn=fn)
+
+    def _on(self, phase: int, mesh: Mesh | AbstractMesh) -> "Budget":
+        """Returns the budget with another mesh for a phase."""
+        if dict(mesh.shape) != dict(self.phases[phase].mesh.shape):
+            axes = dict(self.phases[phase].mesh.shape)
+            raise PlanError(f"`meshes[{phase}]` has the axes {dict(mesh.shape)}; the phase has {axes}.")
+
+        def on_mesh(plans: PhasePlans) -> PhasePlans:
+            plan = replace(plans.plans[phase], mesh=mesh)
+            return plans._replace(plans=(*plans.plans[:phase], plan, *plans.plans[phase + 1 :]))
+
+        phases = (*self.phases[:phase], replace(self.phases[phase], mesh=mesh), *self.phases[phase + 1 :])
+        return replace(self, phases=phases, chosen=on_mesh(self.chosen), alone=on_mesh(self.alone))
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -142,14 +220,25 @@ class Budget:
         return self.phases[0].duration_s is not None
 
     @property
-    def gap(self) -> float:
-        """How much better any other plans and moves can be at most, relative to the seconds or steps of these."""
-        if self.has_durations:
-            return max(self.bound / self.chosen.total_steps - 1, 0.0) if self.chosen.total_steps else math.inf
-        return max(1 - self.bound / self.chosen.total_s, 0.0) if self.chosen.total_s else 0.0
+    def step_s(self) -> float:
+        """Predicted seconds of all phases, with the moves, divided by their number of steps."""
+        return mean_step_s(self.phases, self.chosen.total_s, self.chosen.total_steps)
+
+    @property
+    def bound(self) -> float:
+        """Seconds of all steps and moves below which none can be; for durations, steps above which none can be."""
+        if not self.has_durations:
+            return self.lower_bound_s * self.chosen.total_steps
+        return _duration_s(self.phases) / self.lower_bound_s if self.lower_bound_s else math.inf
 
     def step(self, phase: int) -> PlannedFunction[Plan]:
-        """Returns the function with the plan of one phase, as `Plan.apply` does. `move` brings the state there."""
+        """Returns the function with the plan of one phase, as `Plan.apply` does. `move` brings the state there.
+
+        Raises:
+          PlanError: the budget was loaded without its function.
+        """
+        if self.fn is None:
+            raise PlanError("The budget was loaded without its function: `Budget.load(path, fn)`.")
         return self.plans[self._checked(phase)].apply(self.fn)
 
     def move(self, phase: int, *args: Any, **kwargs: Any) -> Any:
@@ -190,6 +279,22 @@ class Budget:
             f"  search   {format_s(self.search_s)}, {self.status}",
         ]
         return "\n".join(lines)
+
+
+def mean_step_s(phases: Sequence[Phase], total_s: float, total_steps: float) -> float:
+    """Returns seconds of a step in the mean over all phases; inf where there are no steps.
+
+    Args:
+      phases: of one job.
+      total_s: of all steps and moves, which counts where phases have numbers of steps.
+      total_steps: of all phases.
+    """
+    seconds = _duration_s(phases) or total_s
+    return seconds / total_steps if total_steps else math.inf
+
+
+def _duration_s(phases: Sequence[Phase]) -> float:
+    return sum(phase.duration_s or 0.0 for phase in phases)
 
 
 def _total(budget: Budget, plans: PhasePlans) -> str:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jax.sharding import Mesh
 
 from cost.base import Link, Problem
 from diffshard.base import Solution, Solver
-from diffshard.budgets.base import Budget, Phase
+from diffshard.budgets.base import Budget, Phase, mean_step_s
 from diffshard.budgets.job import Job, Outcome, job_of
 from diffshard.budgets.joint import choices_of, joint_alike, joint_problem
 from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, hardware_for, positions
@@ -40,7 +41,7 @@ def budget(
     """Plans a function for devices that change by a known or measured schedule, together with the moves of its state.
 
     >>> phases = [Phase(mesh=mesh, num_steps=500), Phase(mesh=smaller_mesh, num_steps=20)]
-    >>> print(diffshard.budget(train_step, phases, state, batch))
+    >>> print(diffshard.elastic.budget(train_step, phases, state, batch))
 
     The arguments that the function updates, such as a training state, go from phase to phase; the others are loaded
     anew. In total, steps and moves are never predicted to take longer than with a plan for each phase alone.
@@ -91,14 +92,16 @@ def budget(
     chosen = job.plans(best)
     for plan in {id(plan): plan for plan in chosen.plans}.values():  # equal phases share a plan
         warn_of_whole_work(plan)
+    # With durations the bound is a number of steps that nothing exceeds.
+    lower_bound_s = mean_step_s(phases, bound, bound if job.has_durations else chosen.total_steps)
     return Budget(
-        fn=fn,
-        phases=tuple(phases),
+        phases=tuple(replace(phase, device_ids=phase.devices) for phase in phases),
         chosen=chosen,
         alone=job.plans(alone),
-        bound=bound,
+        lower_bound_s=min(lower_bound_s, mean_step_s(phases, chosen.total_s, chosen.total_steps)),
         status=solution.status,
         search_s=time.perf_counter() - start_s,
+        fn=fn,
     )
 
 

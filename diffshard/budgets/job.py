@@ -21,7 +21,7 @@ from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.graph import Value
 from search_spaces.sharding.space import ShardingSpace
 
-_NOTE = "Chosen together with the plans of other phases and the moves between them, see `diffshard.budget`."
+_NOTE = "Chosen together with the plans of other phases and the moves between them, see `diffshard.elastic.budget`."
 
 
 class Candidate(NamedTuple):

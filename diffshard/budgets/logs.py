@@ -38,7 +38,7 @@ def phases_of_log(
 ) -> tuple[Phase, ...]:
     """Returns the phases, with durations, of a log of how many devices a job had. `budget` plans them.
 
-    >>> phases = diffshard.phases_of_log([0, 3600, 5400], [8, 4, 8], mesh_of, end_s=9000, min_duration_s=60)
+    >>> phases = diffshard.elastic.phases_of_log([0, 3600, 5400], [8, 4, 8], mesh_of, end_s=9000, min_duration_s=60)
 
     Neighbours with equal meshes are one phase. Times without devices are pauses: they are no phase, the state stays
     as it is, and what comes before and after them stays two phases. At no time does a phase have more devices than

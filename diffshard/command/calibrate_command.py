@@ -9,10 +9,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from cost.base import Hardware
-from diffshard.calibration import calibrate
 from diffshard.command.arguments import UsageError, check_writable
 from diffshard.command.terminal import writing
-from diffshard.hardware_file import save_hardware
+from diffshard.hardware import calibrate, save_hardware
 from diffshard.plans.formats import format_bytes, format_s
 from diffshard.plans.text_table import format_table
 

@@ -29,16 +29,16 @@ from diffshard.command.terminal import FailedError, show_progress, writing
 from diffshard.comparison.checked_search import Check
 from diffshard.comparison.compare import compare
 from diffshard.files import write_whole
-from diffshard.hardware_file import load_hardware
-from diffshard.pipelines.base import PipelinePlan
+from diffshard.front_end import search
+from diffshard.hardware import load_hardware
 from diffshard.pipelines.pipelined_function import PipelinedFunction
+from diffshard.pipelines.plan import PipelinePlan
 from diffshard.pipelines.plans import file as pipeline_file
 from diffshard.plans import file
 from diffshard.plans.documents import BILEVEL, PIPELINE, kind_of, read
 from diffshard.plans.formats import format_s
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
-from diffshard.sharding_search.search import search
 
 
 def search_plan(options: argparse.Namespace) -> int:

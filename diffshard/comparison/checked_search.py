@@ -16,12 +16,12 @@ import numpy as np
 
 from cost.memory import least_memory
 from diffshard.base import InfeasibleError
+from diffshard.baselines.plans import plans_of_baselines
 from diffshard.checks.collective_records import with_reduce_scatters
 from diffshard.checks.explicit_collectives import explicit_collectives
 from diffshard.checks.targets import Target
 from diffshard.checks.verify import predicted_sent_bytes, sent_bytes
 from diffshard.comparison.judging import CompilablePlan, judge
-from diffshard.experts.plans import plans_of_experts
 from diffshard.plans.base import Executor
 from diffshard.plans.comparison import ComparedPlan, Comparison
 from diffshard.plans.formats import format_bytes, format_count, format_s
@@ -83,7 +83,9 @@ def plan_by_shardy(request: PlanRequest) -> Plan:
     return replace(plan, notes=notes, search_s=time.perf_counter() - request.start_s)
 
 
-def plan_by_compiling(target: Target, timeout_s: float, request: PlanRequest) -> Plan:
+def plan_by_compiling(
+    target: Target, timeout_s: float, request: PlanRequest, executors: Sequence[Executor] = get_args(Executor)
+) -> Plan:
     """Returns the plan whose compiled program is the fastest by the timeline, among those that fit the memory limit.
 
     Without a timeline it is the fastest by prediction. If nothing can be compiled, it is the found plan, with a note.
@@ -92,12 +94,13 @@ def plan_by_compiling(target: Target, timeout_s: float, request: PlanRequest) ->
       target: what to compile for.
       timeout_s: seconds for each compilation.
       request: the function with its space, and what was asked for.
+      executors: by which the found plan is compiled.
 
     Raises:
       InfeasibleError: no plan is predicted to come near the memory limit, or none fits by its compiled program.
     """
     options, traced_function, space, start_s, *_ = request
-    compiled_plans = _CompiledPlans(options, target, timeout_s)
+    compiled_plans = _CompiledPlans(options, target, timeout_s, executors)
     limit_bytes = options.memory_limit_bytes
     if options.remat is None and float(np.max(least_memory(space.problem)[1])) > limit_bytes:
         limit_bytes *= MAX_OVERESTIMATE
@@ -110,7 +113,7 @@ def plan_by_compiling(target: Target, timeout_s: float, request: PlanRequest) ->
                 raise
             break
         if number == 0:
-            compiled_plans.add_experts(traced_function)
+            compiled_plans.add_baselines(traced_function)
         name = FOUND if limit_bytes == options.memory_limit_bytes else f"{FOUND} within {format_bytes(limit_bytes)}"
         run_again = request.with_recomputed(found.recomputed, found.offloaded)
         excess = compiled_plans.add_found(name, found, run_again.traced_function, run_again.space)
@@ -138,7 +141,8 @@ class _CompiledPlans:
       options: what was asked for.
       target: what programs are compiled for.
       timeout_s: seconds for each compilation.
-      expert_plans: those that will be compiled with the next found plan.
+      executors: by which found plans are compiled.
+      baseline_plans: those that will be compiled with the next found plan.
       entries: plans that were compiled, and what became of them.
       notes: plans that were left out.
     """
@@ -146,11 +150,12 @@ class _CompiledPlans:
     options: Options
     target: Target
     timeout_s: float
-    expert_plans: list[CompilablePlan] = field(default_factory=list)
+    executors: Sequence[Executor]
+    baseline_plans: list[CompilablePlan] = field(default_factory=list)
     entries: list[tuple[CompilablePlan, ComparedPlan]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def add_experts(self, traced_function: TracedFunction) -> None:
+    def add_baselines(self, traced_function: TracedFunction) -> None:
         """Adds the plans of experts, unless the user has given shardings, which these would not keep."""
         call = traced_function.call
         given = [path for path, spec in zip(call.paths, call.given, strict=True) if spec is not None]
@@ -158,11 +163,11 @@ class _CompiledPlans:
             more = f" and {format_count(len(given) - 1, 'more argument')}" if len(given) > 1 else ""
             self.notes.append(f"{given[0]}{more}: no expert's plan takes part, because shardings are given.")
             return
-        plans = plans_of_experts(replace(self.options, executor="propagation"), traced_function)
+        plans = plans_of_baselines(replace(self.options, executor="propagation"), traced_function)
         for name, plan in plans.items():
             options = replace(self.options, logical_axis_rules=plan.logical_axis_rules)
             by_rules = trace_call(options, traced_function.call) if plan.logical_axis_rules else traced_function
-            self.expert_plans.append(CompilablePlan(name, plan, by_rules, space_of(options, by_rules)))
+            self.baseline_plans.append(CompilablePlan(name, plan, by_rules, space_of(options, by_rules)))
         self.notes += [f"{name} is left out: {reason}" for name, reason in plans.left_out.items()]
 
     def add_found(self, name: str, found: Plan, traced_function: TracedFunction, space: ShardingSpace) -> float:
@@ -175,10 +180,10 @@ class _CompiledPlans:
         first_executor = self.options.executor
         if first_executor is None:
             first_executor, _ = default_executor(space)
-        executors = sorted(get_args(Executor), key=lambda e: e != first_executor)  # the first wins where all fail
+        executors = sorted(self.executors, key=lambda e: e != first_executor)  # the first wins where all fail
         found_plans = [CompilablePlan(name, with_executor(found, e, space), traced_function, space) for e in executors]
-        plans = [*found_plans, *self.expert_plans]
-        self.expert_plans = []
+        plans = [*found_plans, *self.baseline_plans]
+        self.baseline_plans = []
         rows = judge(plans, self.target, timeout_s=self.timeout_s)
         self.entries += zip(plans, rows, strict=True)
         peaks = [row.compiled_peak_bytes for row in rows[: len(found_plans)] if row.compiled_peak_bytes is not None]
@@ -225,7 +230,6 @@ class _CompiledPlans:
             plan,
             # An expert's own bound is one for plans with its shardings only.
             lower_bound_s=bound_s,
-            gap=(plan.step_s - bound_s) / plan.step_s if plan.step_s else 0.0,
             status=found.status,
             history=found.history,
             notes=(*plan.notes, f"{function_source(self.options.fn)}: {_verdict(row, comparison)}"),

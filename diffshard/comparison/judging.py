@@ -8,8 +8,8 @@ from diffshard.checks.compile_process import Job
 from diffshard.checks.spans import COMPUTE
 from diffshard.checks.targets import Target
 from diffshard.checks.timeline import simulate
+from diffshard.checks.timeline_lanes import lanes_of
 from diffshard.checks.verify import compiled_sent_bytes, predicted_sent_bytes
-from diffshard.comparison.timeline_lanes import lanes_of
 from diffshard.plans.base import PlanData
 from diffshard.plans.comparison import ComparedPlan
 from diffshard.plans.formats import format_bytes, format_count

@@ -18,13 +18,13 @@ from diffshard.elastic.manifests import Checkpoint, CheckpointError
 from diffshard.elastic.ownership import Ownership
 from diffshard.elastic.training import STATE, Training, difference_of, saved_arrays
 from diffshard.files import folder_path
+from diffshard.front_end import search
 from diffshard.plans.formats import short_name
 from diffshard.processes import Processes, errors_for_all, processes_of
 from diffshard.sharding_search.call import split
 from diffshard.sharding_search.fresh_state import FreshState
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.request import PlanRequest
-from diffshard.sharding_search.search import search
 
 
 def resume(

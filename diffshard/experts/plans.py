@@ -1,260 +1,248 @@
-"""`expert_plans` completes experts' shardings to plans, whose predictions stand beside those of a found plan."""
+"""`GroupPlan` and `ExpertAssignment`: which workers form groups, which worker holds which expert, and what it costs."""
 
-import json
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from cost.base import Hardware
-from diffshard.base import InfeasibleError, Solver
-from diffshard.experts.arguments import describe_arguments
-from diffshard.experts.base import Argument, DoesNotApplyError, ExpertMesh, ExpertShardings
-from diffshard.experts.shardings import EXPERTS
-from diffshard.plans.base import LogicalAxisRules
-from diffshard.plans.file import from_json, to_json
-from diffshard.processes import errors_for_all, processes_of
-from diffshard.sharding_search.fingerprints import device_facts, facts_of
-from diffshard.sharding_search.logical_axes import checked_rules
-from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, hardware_for, positions
-from diffshard.sharding_search.plan import Plan
-from diffshard.sharding_search.planning import find_plan
-from diffshard.sharding_search.program_text import value_text
-from diffshard.sharding_search.request import PlanRequest
-from diffshard.sharding_search.tracing import TracedFunction, space_of, trace_call, trace_function
-from search_spaces.sources import function_source
+from cost.expert_groups import Group
+from cost.number_ranges import Amount, Index
+from diffshard.base import PlanError
+from diffshard.experts.layout import ExpertLayout
+from diffshard.plans.certificate import Certified, History, check_certificate, relative_gap
+from diffshard.plans.documents import EXPERT_ASSIGNMENT, EXPERT_GROUPS, RecordFile, Saved
+from diffshard.plans.formats import format_count, format_s
+from diffshard.plans.text_table import format_table
 
-BY_RULES = "logical axis rules"
-"""The name of the plan that follows a user's own rules."""
-_NO_NAMES = "the function names no logical axes, so XLA's partitioner alone decides how activations are split."
-
-
-class _Wanted(TypedDict):
-    """What is wanted of the experts, as `plans_of_experts` takes it."""
-
-    names: Sequence[str]
-    state_argnums: tuple[int, ...] | None
-    rules: LogicalAxisRules
-    dimensions: Mapping[tuple[str, ...], int | None]
+PROVEN_GAP = 1e-5
+"""The relative gap up to which a plan is called optimal; the tolerances of HiGHS leave less than this."""
+_TOLERANCE = 1e-9  # relative: the rounding of sums
 
 
 @dataclass(frozen=True)
-class ExpertPlans(Mapping[str, Plan]):
-    """Experts' plans by name, and why others are missing.
+class ExpertAssignment(Certified, Saved):
+    """Which worker holds each expert. Made by `diffshard.experts.assign_experts`; `print` shows it.
 
     Attributes:
-      plans: those that apply.
-      left_out: by the name of an expert, a sentence that says why there is no plan.
+      worker: of each expert, `[X]`.
+      busy_s: seconds that each worker computes, `[W]`.
+      greedy_s: seconds of the published greedy assignment.
+      lower_bound_s: no assignment takes fewer seconds.
+      status: how the search ended, as in `diffshard.solvers.Solution`.
+      search_s: seconds that planning took.
+      history: the improvements of the solver; empty where none was needed.
     """
 
-    plans: Mapping[str, Plan]
-    left_out: Mapping[str, str] = field(default_factory=dict)
+    _file = RecordFile(EXPERT_ASSIGNMENT, 2)
 
-    def __getitem__(self, name: str) -> Plan:
-        return self.plans[name]
+    worker: tuple[Index, ...]
+    busy_s: tuple[Amount, ...]
+    greedy_s: Amount
+    lower_bound_s: Amount
+    status: str
+    search_s: Amount
+    history: History = ()
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.plans)
+    def __post_init__(self):
+        _check_assignment(self)
 
-    def __len__(self) -> int:
-        return len(self.plans)
+    @property
+    def step_s(self) -> float:
+        """Seconds of the worker that computes longest."""
+        return max(self.busy_s)
 
-
-def expert_plans(
-    fn: Callable[..., Any],
-    mesh: Mesh | AbstractMesh,
-    *args: Any,
-    names: Sequence[str] | None = None,
-    hardware: Hardware | str | None = None,
-    memory_limit_bytes: float | None = None,
-    solver: str | Solver | None = None,
-    time_limit_s: float | None = None,
-    donate_argnums: int | Sequence[int] | None = (),
-    static_argnums: int | Sequence[int] | None = (),
-    state_argnums: int | Sequence[int] | None = None,
-    logical_axis_rules: Sequence[tuple[str, Any]] | None = None,
-    tensor_dimensions: Mapping[tuple[str, ...], int | None] | None = None,
-) -> ExpertPlans:
-    """Makes the plans that experts write by hand: data parallel, FSDP, Megatron, and mixtures of them.
-
-    >>> plans = diffshard.expert_plans(train_step, mesh, state, batch, hardware="h100", donate_argnums=0)
-    >>> print(diffshard.compare(train_step, mesh, state, batch, plans=plans))
-
-    An expert gives shardings of arguments, and rules for flax's logical names of activations. The search completes
-    them to the fastest plan that has these shardings, which is what the prediction is for. The plan runs as experts'
-    plans do, by propagation: XLA's partitioner is told nothing else. With `jax.distributed` all processes of the mesh
-    call this alike, the first one makes the plans, and the others get them.
-
-    State is what the function updates: arguments that come back with equal structure and shapes, and donated ones;
-    where there is neither, the first argument. All others are batch, and are split along their leading dimension.
-    Which dimension of a parameter Megatron splits follows from flax's metadata, else from the words that models use
-    (query, up, down, ...), else from shapes. It splits over the inner axis, the one with the fastest links.
-
-    Args:
-      fn: as for `search`.
-      mesh: as for `search`.
-      *args: as for the function itself: arrays or `jax.ShapeDtypeStruct`.
-      names: some of "data parallel", "fsdp", "hybrid fsdp", "megatron", "megatron fsdp" and "megatron sequence"; None
-        takes all.
-      hardware: as in `search`.
-      memory_limit_bytes: as in `search`.
-      solver: as in `search`.
-      time_limit_s: seconds for the solver to complete each plan.
-      donate_argnums: as in `search`.
-      static_argnums: as in `search`.
-      state_argnums: positions of arguments that are state; None takes those that the function updates.
-      logical_axis_rules: rules of your own, pairs of a logical axis and mesh axes as flax takes them. They give one
-        more plan, "logical axis rules", for arguments with flax's metadata (`nn.with_logical_partitioning`).
-      tensor_dimensions: exceptions to the dimension that Megatron splits, by the last names of a path and counted from
-        the end: `{("experts", "up"): -3}`; None leaves a parameter whole.
-
-    Returns:
-      Plans by name; an expert whose plan does not divide the batch or does not fit the memory is in `left_out`.
-
-    Raises:
-      TypeError, ValueError: an argument breaks a rule; the error names it and its value.
-      ProcessesError: the processes ask for different plans, or another one failed.
-    """
-    with errors_for_all(mesh, "make plans of experts"):
-        unknown = [name for name in names or () if name not in EXPERTS]
-        if unknown:
-            raise ValueError(f"`names` must be some of {', '.join(EXPERTS)}, not {unknown[0]!r}.")
-        priced_for = hardware_for(hardware, mesh)
-        options = Options(
-            fn=fn,
-            mesh=mesh,
-            hardware=priced_for,
-            memory_limit_bytes=priced_for.memory_bytes if memory_limit_bytes is None else memory_limit_bytes,
-            solver=DEFAULT_SOLVER if solver is None else solver,
-            time_limit_s=time_limit_s,
-            donate_argnums=positions(donate_argnums),
-            static_argnums=positions(static_argnums),
-            executor="propagation",
+    @property
+    def experts(self) -> tuple[tuple[int, ...], ...]:
+        """The experts of each worker, `[W]` tuples."""
+        return tuple(
+            tuple(x for x, holder in enumerate(self.worker) if holder == worker) for worker in range(len(self.busy_s))
         )
-        wanted: _Wanted = {
-            "names": tuple(EXPERTS) if names is None else names,
-            "state_argnums": None if state_argnums is None else positions(state_argnums),
-            "rules": checked_rules(logical_axis_rules or (), options.axis_names),
-            "dimensions": tensor_dimensions or {},
-        }
-        return _plans_of_first_process(options, args, wanted)
+
+    def layout(self, mesh: Mesh | AbstractMesh, axis: str) -> ExpertLayout:
+        """Returns where the experts lie on a mesh whose axis has the workers, in their order.
+
+        Over the other axes of the mesh experts are copied, and each copy works on tokens of its own.
+
+        Raises:
+          PlanError: the mesh has no such axis, or it has another number of devices than there are workers.
+        """
+        if not isinstance(mesh, Mesh | AbstractMesh):
+            raise PlanError(f"`mesh` must be a `jax.sharding.Mesh` or `AbstractMesh`, not {mesh!r}.")
+        if axis not in mesh.shape or mesh.shape[axis] != len(self.busy_s):
+            raise PlanError(
+                f"`mesh` must have an axis {axis!r} of {len(self.busy_s)} devices, one for each worker; its axes are "
+                f"{dict(mesh.shape)}."
+            )
+        return ExpertLayout(mesh, axis, (tuple(range(len(self.busy_s))),), self.experts)
+
+    def __str__(self) -> str:
+        workers = format_count(len(self.busy_s), "worker")
+        lines = [f"Assignment of {format_count(len(self.worker), 'expert')} to {workers}", ""]
+        lines += [f"  slowest  {format_s(self.step_s)}; greedy {format_s(self.greedy_s)}"]
+        lines += [*self.certificate.lines("other assignment"), ""]
+        rows = [("worker", "busy", "experts")]
+        rows += [
+            (str(w), format_s(ms), " ".join(map(str, experts)))
+            for w, (ms, experts) in enumerate(zip(self.busy_s, self.experts, strict=True))
+        ]
+        return "\n".join([*lines, *format_table(rows, "  ", right=(0, 1), wrap=(2,))])
 
 
-def _plans_of_first_process(options: Options, args: Sequence[Any], wanted: "_Wanted") -> ExpertPlans:
-    """Returns the experts' plans that the first process of the mesh makes; all processes trace the function.
+@dataclass(frozen=True)
+class GroupPlan(Certified, Saved):
+    """Which workers form expert-parallel groups. Made by `diffshard.experts.group_experts`; `print` shows it.
 
-    Raises:
-      ProcessesError: the processes ask for different things, or another one failed.
+    Attributes:
+      groups: the workers of each group, the fastest ones first; each worker is in one.
+      expert_workers: for each group, the worker that holds each expert, `[G]` tuples `[X]`.
+      computing_s: seconds that each group computes experts, as the formula has it, `[G]`.
+      exchanging_s: seconds in which each group exchanges tokens, `[G]`.
+      all_reduce_s: seconds of the gradients' all-reduce between groups.
+      merging_s: seconds of a step with the groups of the published heuristic.
+      lower_bound_s: no division into groups takes fewer seconds.
+      status: how the search ended, as in `diffshard.solvers.Solution`.
+      search_s: seconds that planning took.
+      history: empty: several searches make the groups.
     """
 
-    def facts(traced_function: TracedFunction) -> dict[str, str]:
-        arguments = {f"`{name}`": value_text(value) for name, value in wanted.items()}
-        return {**facts_of(options, traced_function), **device_facts(options), **arguments}
+    _file = RecordFile(EXPERT_GROUPS, 2)
 
-    processes, what = processes_of(options.mesh), f"make plans of experts for {options.function_name}"
-    traced_function = processes.alike(what, lambda: trace_function(options, args), facts)
+    groups: tuple[Group, ...]
+    expert_workers: tuple[tuple[Index, ...], ...]
+    computing_s: tuple[Amount, ...]
+    exchanging_s: tuple[Amount, ...]
+    all_reduce_s: Amount
+    merging_s: Amount
+    lower_bound_s: Amount
+    status: str
+    search_s: Amount
+    history: History = ()
 
-    def pack(plans: ExpertPlans) -> bytes:
-        documents = {name: to_json(plan) for name, plan in plans.items()}
-        return json.dumps({"plans": documents, "left_out": dict(plans.left_out)}).encode()
+    def __post_init__(self):
+        _check_groups(self)
 
-    def unpack(content: bytes) -> ExpertPlans:
-        document, structures = json.loads(content), (traced_function.call.structure, traced_function.result)
-        plans = {
-            name: replace(from_json(plan, name, Plan, options.mesh), structures=structures)
-            for name, plan in document["plans"].items()
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step: those of the slowest group."""
+        slowest = max(sum(times) for times in zip(self.computing_s, self.exchanging_s, strict=True))
+        return slowest + self.all_reduce_s
+
+    @property
+    def is_rectangular(self) -> bool:
+        """Tells whether the n-th workers of all groups hold the same experts, so that groups are rows of a mesh."""
+        places = {
+            tuple(group.index(worker) for worker in holders)
+            for group, holders in zip(self.groups, self.expert_workers, strict=True)
         }
-        return ExpertPlans(plans, document["left_out"])
+        return len(places) == 1 and len({len(group) for group in self.groups}) == 1
 
-    return processes.shared(
-        what, lambda: plans_of_experts(options, traced_function, **wanted), pack=pack, unpack=unpack
-    )
+    def mesh(self, devices: Sequence[Any] | None = None, *, axes: tuple[str, str] = ("data", "expert")) -> Mesh:
+        """Returns a mesh of the workers.
+
+        Where groups are equally large and hold their experts alike, it has an axis of groups and an axis of the
+        workers of a group. Other groups do not form a rectangle: then it has the second axis only, with all workers of
+        the first group, then those of the second one, and so on.
+
+        Args:
+          devices: of the workers, in their order; None means the first ones of `jax.devices()`.
+          axes: names of the axes.
+
+        Raises:
+          PlanError: there is not one device for each worker, or the axes are not two names.
+        """
+        num_workers = sum(map(len, self.groups))
+        if devices is None:
+            devices = jax.devices()[:num_workers]
+        if not isinstance(devices, Sequence | np.ndarray) or any(not isinstance(d, jax.Device) for d in devices):
+            raise PlanError(f"`devices` must be a list of JAX devices, not {devices!r}.")
+        if len(set(devices)) < len(devices):
+            twice = [device for device in dict.fromkeys(devices) if list(devices).count(device) > 1]
+            raise PlanError(f"`devices` must have each device once; {twice} are there several times.")
+        if len(devices) != num_workers:
+            raise PlanError(
+                f"`devices` must be {num_workers}, one for each worker of the plan; there are {len(devices)}."
+            )
+        if not isinstance(axes, tuple) or len(axes) != 2 or axes[0] == axes[1]:
+            raise PlanError(f"`axes` must be a tuple of two different names, got {axes!r}.")
+        order = np.concatenate([np.array(group) for group in self.groups])
+        ordered = np.array(devices, object)[order]
+        if self.is_rectangular:
+            return Mesh(ordered.reshape(len(self.groups), -1), axes, axis_types=(AxisType.Auto,) * 2)
+        return Mesh(ordered, axes[1:], axis_types=(AxisType.Auto,))
+
+    def layout(
+        self, devices: Sequence[Any] | None = None, *, axes: tuple[str, str] = ("data", "expert")
+    ) -> ExpertLayout:
+        """Returns where the experts lie on the mesh of the workers, which runs layers of experts.
+
+        Args:
+          devices: as for `mesh`.
+          axes: as for `mesh`.
+
+        Raises:
+          PlanError: as `mesh`.
+        """
+        mesh = self.mesh(devices, axes=axes)
+        rows = tuple(
+            tuple(tuple(x for x, holder in enumerate(holders) if holder == worker) for worker in group)
+            for group, holders in zip(self.groups, self.expert_workers, strict=True)
+        )
+        if self.is_rectangular:
+            return ExpertLayout(mesh, axes[1], (tuple(range(len(rows[0]))),), rows[0])
+        ends = np.cumsum([len(group) for group in self.groups])
+        groups = tuple(tuple(range(end - len(row), end)) for row, end in zip(rows, ends.tolist(), strict=True))
+        return ExpertLayout(mesh, axes[1], groups, tuple(own for row in rows for own in row))
+
+    def __str__(self) -> str:
+        num_workers = sum(map(len, self.groups))
+        lines = [
+            f"Plan of {format_count(len(self.expert_workers[0]), 'expert')} on {format_count(num_workers, 'worker')} "
+            f"in {format_count(len(self.groups), 'group')}",
+            "",
+            f"  step     {format_s(self.step_s)} predicted, all-reduce "
+            f"{format_s(self.all_reduce_s)} of it; merging pairs {format_s(self.merging_s)}",
+            *self.certificate.lines("other division into groups"),
+            "",
+        ]
+        rows = [("group", "computing", "exchanging", "experts a worker", "workers")]
+        for index, (group, holders) in enumerate(zip(self.groups, self.expert_workers, strict=True)):
+            held = [holders.count(worker) for worker in group]
+            computing, exchanging = (format_s(times[index]) for times in (self.computing_s, self.exchanging_s))
+            counts = f"{min(held)}" if min(held) == max(held) else f"{min(held)} to {max(held)}"
+            rows.append((str(index), computing, exchanging, counts, " ".join(map(str, group))))
+        return "\n".join([*lines, *format_table(rows, "  ", right=(0, 1, 2, 3), wrap=(4,))])
 
 
-def plans_of_experts(
-    options: Options,
-    traced_function: TracedFunction,
-    *,
-    names: Sequence[str] = tuple(EXPERTS),
-    state_argnums: tuple[int, ...] | None = None,
-    rules: LogicalAxisRules = (),
-    dimensions: Mapping[tuple[str, ...], int | None] | None = None,
-) -> ExpertPlans:
-    """Returns `expert_plans` for checked options and a function that is traced already, without rules."""
-    arguments = arguments_of(traced_function, state_argnums)
-    expert_mesh = expert_mesh_of(options)
-    plans: dict[str, Plan] = {}
-    left_out: dict[str, str] = {}
-    for name in (*names, *([BY_RULES] if rules else [])):
-        try:
-            if name == BY_RULES:
-                shardings = _by_rules(arguments, rules)
-            else:
-                shardings = EXPERTS[name](arguments, expert_mesh, dimensions or {})
-            plans[name] = _completed(name, shardings, options, traced_function)
-        except DoesNotApplyError as error:
-            left_out[name] = str(error)
-        except InfeasibleError as error:  # its first sentence says how much memory is needed, the next what to do
-            left_out[name] = f"{str(error).partition('. ')[0]}."
-    return ExpertPlans(plans, left_out)
+def status_of(step_s: float, lower_bound_s: float, ended: str) -> str:
+    """Returns the status of a plan whose last search ended so: "optimal" where its bound is the step's own time."""
+    if relative_gap(step_s, lower_bound_s) <= PROVEN_GAP:
+        return "optimal"
+    return "finished" if ended in ("optimal", "infeasible") else ended
 
 
-def arguments_of(traced_function: TracedFunction, state_argnums: tuple[int, ...] | None) -> list[Argument]:
-    """Returns what experts know about the flat arguments of a traced function."""
-    call = traced_function.call
-    if state_argnums is not None:
-        is_state = [number in state_argnums for number in call.numbers]
-    else:
-        is_state = traced_function.is_state
-    return describe_arguments(call, is_state)
+def _check_assignment(assignment: ExpertAssignment) -> None:
+    experts = assignment.experts
+    if not assignment.worker or max(assignment.worker) >= len(experts):
+        raise ValueError("an expert is on a worker that there is not")
+    for worker, (held, busy_s) in enumerate(zip(experts, assignment.busy_s, strict=True)):
+        if bool(held) != bool(busy_s):
+            raise ValueError(f"worker {worker} has {len(held)} experts, and computes for {busy_s} s")
+    if not assignment.step_s <= assignment.greedy_s * (1 + _TOLERANCE):
+        raise ValueError(f"`busy_s` has {assignment.step_s!r}, more than the {assignment.greedy_s!r} s of `greedy_s`")
+    check_certificate(assignment.certificate)
 
 
-def expert_mesh_of(options: Options) -> ExpertMesh:
-    """Returns the mesh as experts see it; of equally fast axes the last is the inner one."""
-    sizes = dict(zip(options.axis_names, options.axis_sizes, strict=True))
-    longer = [axis for axis, size in sizes.items() if size > 1] or list(sizes)
-    seconds = {axis: options.hardware.link(axis).s_per_byte if sizes[axis] > 1 else 0.0 for axis in longer}
-    return ExpertMesh(sizes, min(reversed(longer), key=lambda axis: seconds[axis]))
-
-
-def _completed(name: str, shardings: ExpertShardings, options: Options, traced_function: TracedFunction) -> Plan:
-    """Returns the fastest plan that has an expert's shardings of arguments and activations."""
-    start_s = time.perf_counter()
-    by_rules = replace(options, logical_axis_rules=shardings.rules)
-    try:
-        traced_by_rules = trace_call(by_rules, traced_function.call) if shardings.rules else traced_function
-    except ValueError as error:  # such as a dimension of an activation that its axes do not divide
-        raise DoesNotApplyError(f"Its rules for activations do not fit the function: {error}") from error
-    has_names = _num_constraints(traced_by_rules) > _num_constraints(traced_function)
-    if has_names:
-        options, traced_function = by_rules, traced_by_rules
-    elif name == "megatron sequence":
-        raise DoesNotApplyError("The function names no logical axes, so there is no sequence to split.")
-    space = space_of(options, traced_function, shardings.specs)
-    plan = find_plan(PlanRequest(options, traced_function, space, start_s))
-    return plan if has_names else replace(plan, notes=(*plan.notes, f"{function_source(options.fn)}: {_NO_NAMES}"))
-
-
-def _num_constraints(traced_function: TracedFunction) -> int:
-    return sum(vertex.primitive == "sharding_constraint" for vertex in traced_function.graph.vertices)
-
-
-def _by_rules(arguments: Sequence[Argument], rules: LogicalAxisRules) -> ExpertShardings:
-    """Splits what has flax's metadata by a user's rules: the first that fits a dimension, and no mesh axis twice."""
-    if not any(argument.logical_axes for argument in arguments):
-        raise DoesNotApplyError("No argument has flax's logical metadata (`nn.with_logical_partitioning`).")
-    from flax.linen import spmd  # imported here, because only users of flax get here
-
-    pairs = [(name, axes or None) for name, axes in rules]
-    batch_axes = next((axes for name, axes in rules if name == "batch"), ())
-    specs = []
-    for argument in arguments:
-        if argument.logical_axes is not None:
-            specs.append(spmd.logical_to_mesh_axes(argument.logical_axes, pairs) or PartitionSpec())
-        elif argument.is_state or argument.is_key or not argument.shape or not batch_axes:
-            specs.append(PartitionSpec())
-        else:
-            specs.append(PartitionSpec(batch_axes))
-    return ExpertShardings(tuple(specs), rules)
+def _check_groups(plan: GroupPlan) -> None:
+    members = sorted(worker for group in plan.groups for worker in group)
+    lengths = {len(plan.groups), len(plan.expert_workers), len(plan.computing_s), len(plan.exchanging_s)}
+    if not members or members != list(range(len(members))) or len(lengths) != 1:
+        raise ValueError("its groups do not divide the workers")
+    if len({len(holders) for holders in plan.expert_workers}) != 1 or not plan.expert_workers[0]:
+        raise ValueError("its groups do not hold the same number of experts")
+    for group, holders in zip(plan.groups, plan.expert_workers, strict=True):
+        if not set(holders) <= set(group):
+            raise ValueError("an expert is on a worker of another group")
+    check_certificate(plan.certificate)

@@ -1,4 +1,4 @@
-"""What a search may choose of a pipeline; and the names of what it finds, which `plans/` has."""
+"""What a search may choose of a pipeline."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,10 +7,7 @@ from typing import Any, get_args
 from cost.pipeline_schedules import Schedule
 from cost.real_numbers import whole_number
 from diffshard.pipelines.batch_arguments import BatchArguments
-from diffshard.pipelines.plans.base import GradientReduction, PlannedStage, ResidualUse
-from diffshard.pipelines.plans.plan import PipelinePlan
-
-__all__ = ["GradientReduction", "Pipeline", "PipelinePlan", "PlannedStage"]
+from diffshard.pipelines.plans.base import GradientReduction, ResidualUse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +20,7 @@ class Pipeline:
       microbatches: numbers of micro-batches to try; those that do not divide the batch are left out.
       max_stages: the largest number of stages.
       schedules: the schedules to try: "1f1b", "eager", "gpipe". Alone and never by default: "2bw", which changes the
-        results: gradients are those of the weights of one step ago, as `diffshard.delayed` has them.
+        results: gradients are those of the weights of one step ago, as `diffshard.pipelines.delayed` has them.
       gradient_reductions: how often gradients may be reduced over the devices that share the examples of a micro-batch:
         "each_microbatch", or "once", when the step ends. The latter sends less, and each device keeps a whole total of
         each gradient.

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from jax.extend import core
+from jax.sharding import PartitionSpec
 
 from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.microbatches import (
@@ -20,8 +21,8 @@ from diffshard.pipelines.microbatches import (
     traced_call,
     without_dead_code,
 )
-from diffshard.pipelines.staged_array import StagedArray
 from diffshard.sharding_search.call import abstract_array
+from diffshard.staged_array import StagedArray
 from search_spaces.pipelines.array_segments import Segments
 from search_spaces.pipelines.cut_candidates import Cut, CutCandidate, cut_candidates
 from search_spaces.pipelines.forward_backward import is_transposed
@@ -30,6 +31,7 @@ from search_spaces.pipelines.microbatches import MicrobatchedFunction
 from search_spaces.pipelines.numbered_program import Mark, mark_of, numbered_program, without_numbers
 from search_spaces.pipelines.scan_segments import rules_of_equations, scan_of, segmented_program
 from search_spaces.pipelines.step_parts import Part, StepParts, step_parts
+from search_spaces.sharding.opaque.cudnn import planned_without_cudnn
 from search_spaces.sources import user_source
 
 _COUNT_NAME = "Pipeline.microbatches"
@@ -44,11 +46,13 @@ class UncutStep:
       call: the traced step; its equations have numbers.
       function: the step in micro-batches.
       parts: the step in three parts; cuts name equations of `parts.each`.
+      given: for each flat argument the sharding that the user gives, or None; empty where there are none.
     """
 
     call: TracedCall
     function: MicrobatchedFunction
     parts: StepParts
+    given: tuple[PartitionSpec | None, ...] = ()
 
     def candidates(self) -> list[CutCandidate]:
         """Returns all places at which the forward pass can be cut, in order."""
@@ -168,7 +172,8 @@ def uncut_step(
       ValueError: the batch cannot be divided, an operation mixes its examples, or a scan has whole training steps as
         its trips; names the argument or the operation.
     """
-    call = traced_call(fn, count, batch, args, kwargs, _COUNT_NAME)
+    with planned_without_cudnn():
+        call = traced_call(fn, count, batch, args, kwargs, _COUNT_NAME)
     arrays = [abstract_array(array) for array in call.arrays]  # Python's numbers have no shapes
     call = call._replace(program=without_dead_code(numbered_program(call.program)), arrays=arrays)
     for equation in call.program.jaxpr.eqns:

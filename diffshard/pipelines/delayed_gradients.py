@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from diffshard.pipelines.microbatches import without_dead_code
-from diffshard.pipelines.staged_array import StagedArray
 from diffshard.sharding_search.call import Structure, abstract_array, abstract_split, array_paths, split
+from diffshard.staged_array import StagedArray
 from search_spaces.pipelines.numbered_program import numbered_program, without_numbers
 from search_spaces.replay import bind, context_of
 from search_spaces.sharding.tracing import feedback_of
@@ -93,10 +93,10 @@ class DelayedStep:
 def delayed(fn: Callable[..., Any]) -> DelayedStep:
     """Makes a training step whose gradients are those of the weights of one step ago.
 
-    >>> step = jax.jit(diffshard.delayed(train_step))
+    >>> step = jax.jit(diffshard.pipelines.delayed(train_step))
     >>> for batch in data:
     >>>     state, loss = step(state, batch)
-    >>> params = diffshard.current_version(state)
+    >>> params = diffshard.pipelines.current_version(state)
 
     Devices then need not wait for the weights of a step before they begin the next: a pipeline has no bubble between
     steps. **Results differ** from those of `fn`: the update of step t applies the gradient, and returns the loss, of

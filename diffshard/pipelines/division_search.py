@@ -3,20 +3,19 @@
 An entry is a stage of some layers on some submesh that keeps some micro-batches. It is solved only when it lies on the
 best path; before, it is estimated as the sum of what its layers take at least times what solved entries on such
 submeshes take longer. The programme over lower bounds (the solver's where an entry is solved, that sum elsewhere)
-bounds every division, mesh and sharding together.
+bounds every division, mesh and sharding together. Parts of a cluster are searched alone as well, so that more devices
+do not lead to a slower pipeline.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from cost.clusters import Cluster
 from cost.pipeline_schedules import Schedule, kept_microbatches
-from diffshard.pipelines.device_subsets import fewer_hosts, kinds_alone
-from diffshard.pipelines.found_divisions import Entry, FoundDivision
 from diffshard.pipelines.layer_chain import LayerChain
-from diffshard.pipelines.solved_stages import UNKNOWN, SolvedStages, SolveEntry
+from diffshard.pipelines.solved_stages import UNKNOWN, Entry, FoundDivision, SolvedStages, SolveEntry
 from diffshard.pipelines.stage_programme import (
     Division,
     Objective,
@@ -26,6 +25,28 @@ from diffshard.pipelines.stage_programme import (
     step_objective,
 )
 from diffshard.pipelines.stage_search import StageLayout
+
+_MOST_HOSTS = 4
+"""Of more hosts of a kind than these, only powers of two are parts."""
+
+
+def kinds_alone(cluster: Cluster) -> list[tuple[int, ...]]:
+    """Returns all devices of each kind; nothing where there is one kind only."""
+    kinds = cluster.kinds if len(cluster.kinds) > 1 else ()
+    return [_only(cluster, kind, hosts.num_devices) for kind, hosts in enumerate(kinds)]
+
+
+def fewer_hosts(cluster: Cluster) -> Iterator[tuple[int, ...]]:
+    """Yields the devices of fewer hosts of each kind than there are, from more to fewer."""
+    for kind, hosts in enumerate(cluster.kinds):
+        for count in range(hosts.count - 1, 0, -1):
+            if hosts.count <= _MOST_HOSTS or count & (count - 1) == 0:
+                yield _only(cluster, kind, count * hosts.devices)
+
+
+def _only(cluster: Cluster, kind: int, count: int) -> tuple[int, ...]:
+    return tuple(count if k == kind else 0 for k in range(len(cluster.kinds)))
+
 
 _INFINITE = complex(np.inf, np.inf)
 _MOST_ROUNDS = 10

@@ -13,9 +13,9 @@ import numpy as np
 
 from cost.memory import least_memory
 from cost.pipeline_schedules import Schedule, kept_microbatches
-from diffshard.pipelines.found_divisions import Entry
 from diffshard.pipelines.options import PipelineOptions, memory_limit_of
 from diffshard.pipelines.plans.text import short_source
+from diffshard.pipelines.solved_stages import Entry
 from diffshard.pipelines.stage_programme import best_division, bottleneck_objective
 from diffshard.pipelines.step_search import StepSearch
 from diffshard.sharding_search.planning import lightest_choice

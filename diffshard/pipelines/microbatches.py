@@ -29,7 +29,7 @@ def in_microbatches(
 ) -> Callable[..., Any]:
     """Makes a function that computes a batch in equal parts, one after the other, with the results of the whole batch.
 
-    >>> step = diffshard.in_microbatches(train_step, 8)
+    >>> step = diffshard.pipelines.in_microbatches(train_step, 8)
     >>> state, loss = jax.jit(step)(state, batch)
 
     Activations then take an eighth of the memory. Gradients and other sums over the batch are added up, and what needs

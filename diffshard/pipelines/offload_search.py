@@ -8,14 +8,12 @@ A copy is priced as if nothing ran beside it: a forward program ends when its re
 program begins when they are back.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cost.base import Hardware
-from cost.clusters import Cluster
-from diffshard.pipelines.stage_calls import HOST_MEMORY
 from diffshard.pipelines.stage_search import StageLayout
 from search_spaces.partition_specs import NamedSpec
 from search_spaces.pipelines.forward_backward import num_bytes
@@ -115,27 +113,6 @@ def with_copies(
         offloaded_bytes=offloaded_bytes,
         offload_s=offload_s,
     )
-
-
-def check_offload(cluster: Cluster) -> None:
-    """Raises `ValueError` if residuals cannot be offloaded on a cluster: names the devices, and says what to do."""
-    for hosts in cluster.kinds:
-        if hosts.device.host_memory_bytes_per_s is None:
-            raise ValueError(
-                f'`Pipeline.residuals` has "offload", but the hardware {hosts.name!r} does not say how fast its '
-                "devices copy to memory of their host. Give a `Hardware` with `host_memory_bytes_per_s`."
-            )
-    for device in _devices(cluster.devices):
-        kinds = {memory.kind for memory in device.addressable_memories()}  # none of a device that is only described
-        if kinds and HOST_MEMORY not in kinds:
-            raise ValueError(
-                f'`Pipeline.residuals` has "offload", but {device} has no pinned memory of its host, only '
-                f'{sorted(kinds)}. Leave "offload" out.'
-            )
-
-
-def _devices(devices: Any) -> Iterable[Any]:
-    return (device for kind in devices for host in kind for device in host)
 
 
 def _local_bytes(staged: StagedStep, key: Key, specs: dict[Key, NamedSpec], sizes: dict[str, int]) -> float:

@@ -1,16 +1,31 @@
-"""What a search for a pipeline is asked for."""
+"""What a search for a pipeline is asked for, checked before anything is traced."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, get_args
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cost.clusters import Cluster
-from cost.host_groups import Submesh
+from cost.host_groups import Hosts, Submesh
+from cost.presets import device_and_network
+from cost.real_numbers import is_positive, whole_number
 from diffshard.base import Solver
 from diffshard.live_progress import ProgressDisplay
 from diffshard.pipelines.base import Pipeline
-from diffshard.sharding_search.call import split
-from diffshard.sharding_search.options import DEFAULT_SOLVER
+from diffshard.pipelines.plans.base import ArgumentRoles, PipelinePlanData, ResidualUse
+from diffshard.pipelines.stage_calls import HOST_MEMORY
+from diffshard.plans.base import Executor, LogicalAxisRules
+from diffshard.sharding_search.call import are_arrays, split
+from diffshard.sharding_search.logical_axes import checked_rules, logical_axes_of, spec_by_rules
+from diffshard.sharding_search.options import DEFAULT_SOLVER, Remat
+from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.request import PlanRequest
+from diffshard.solving.solve import check_key, resolve
+from search_spaces.partition_specs import checked_axes_of
+from search_spaces.sharding.given import given_specs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +39,19 @@ class PipelineOptions:
       memory_limit_bytes: of each device; None takes the memory of its kind.
       donate_argnums, donate_argnames: arguments whose memory results may take.
       static_argnums, static_argnames: arguments that are constants of the step.
+      in_shardings: shardings to keep, on the axes "x" and "y" of the stages' meshes; as in `search`.
+      logical_axis_rules: pairs of a name in flax's metadata and such axes, by which arguments are given.
+      executor: of the programs of the stages; None takes the default one of each.
       solver: of the sharding of a stage.
+      key: random key or seed of the solver.
       time_limit_s: for solving and proving; None ends by its own rule.
       cache: a folder that keeps what was decided; None keeps nothing.
+      start: an earlier plan; the search takes it, or finds nothing slower.
       progress: where the search shows how it goes.
+      judge: finds the plans of the stages' programs by a compiler; None takes those of the search.
+      judged_by: says which compiler that is, and how.
+      checks_numbers: whether the first call is held against one device.
+      roles: of the arguments, as the user named them, static ones included.
     """
 
     fn: Callable[..., Any]
@@ -38,12 +62,82 @@ class PipelineOptions:
     donate_argnames: tuple[str, ...] = ()
     static_argnums: tuple[int, ...] = ()
     static_argnames: tuple[str, ...] = ()
+    in_shardings: Any = None
+    logical_axis_rules: LogicalAxisRules | None = None
+    executor: Executor | None = None
     solver: str | Solver = DEFAULT_SOLVER
+    key: jax.Array | int | None = None
     time_limit_s: float | None = None
     cache: str | None = None
+    start: PipelinePlanData | None = None
     progress: ProgressDisplay = "terminal"
+    judge: Callable[[PlanRequest], Plan] | None = None
+    judged_by: str = ""
+    checks_numbers: bool = False
+    roles: ArgumentRoles = field(default_factory=ArgumentRoles)
+
+    def __post_init__(self):
+        limit, time_limit_s = self.memory_limit_bytes, self.time_limit_s
+        if limit is not None and not is_positive(limit):
+            raise ValueError(f"`memory_limit_bytes` must be a positive number, not {limit!r}.")
+        if time_limit_s is not None and not is_positive(time_limit_s):
+            raise ValueError(f"`time_limit_s` must be a positive number of seconds or None, not {time_limit_s!r}.")
+        if self.progress not in get_args(ProgressDisplay):
+            raise ValueError(f"`progress` must be one of {get_args(ProgressDisplay)}, not {self.progress!r}.")
+        if self.executor is not None and self.executor not in get_args(Executor):
+            raise ValueError(f"`executor` must be one of {get_args(Executor)}, not {self.executor!r}.")
+        check_key(self.key)
+        resolve(self.solver)
+        _check_names_axes_of_stages(self.in_shardings)
+        if self.logical_axis_rules is not None:
+            object.__setattr__(self, "logical_axis_rules", checked_rules(self.logical_axis_rules, STAGE_AXES))
+        if self.start is not None and not isinstance(self.start, PipelinePlanData):
+            raise TypeError(
+                f"`start` must be a `PipelinePlan` together with `pipeline`, or None, not {type(self.start).__name__}."
+            )
 
 
+def pipeline_options(
+    fn: Callable[..., Any], devices: Any, pipeline: Pipeline, hardware: Any, **options: Any
+) -> PipelineOptions:
+    """Returns the arguments of a search for a pipeline, checked.
+
+    Args:
+      fn: the training step.
+      devices: a `Cluster`, JAX devices, or their number.
+      pipeline: what may be chosen.
+      hardware: the name of a preset; None for clusters, and for that of JAX devices.
+      options: further fields of `PipelineOptions`; arguments that have a name may be given by position only.
+
+    Raises:
+      TypeError, ValueError: an argument breaks a rule; the error names it and its value.
+    """
+    if not isinstance(pipeline, Pipeline):
+        raise TypeError(f"`pipeline` must be a diffshard.Pipeline, not {pipeline!r}.")
+    if not callable(fn):
+        raise TypeError(f"`fn` must be a function, not {type(fn).__name__}.")
+    donated, static = (
+        checked_arguments(fn, kind, options.pop(f"{kind}_argnums", ()), options.pop(f"{kind}_argnames", ()))
+        for kind in ("donate", "static")
+    )
+    batch, cluster = pipeline.batch, checked_cluster(devices, hardware)
+    if "offload" in pipeline.residuals:
+        _check_offload(cluster)
+    return PipelineOptions(
+        fn=fn,
+        cluster=cluster,
+        pipeline=pipeline,
+        donate_argnums=donated.argnums,
+        donate_argnames=donated.argnames,
+        static_argnums=static.argnums,
+        static_argnames=static.argnames,
+        roles=ArgumentRoles(*batch, *donated, *static),
+        **options,
+    )
+
+
+STAGE_AXES = ("x", "y")
+"""The axes of the stages' meshes; a mesh without the second one counts as one with a single device along it."""
 STAGE_TIME_LIMIT_S = 15.0
 """For the solver, for one stage or program; its bound says what is left."""
 
@@ -57,15 +151,151 @@ def donated_arrays(options: PipelineOptions, args: Sequence[Any], kwargs: Mappin
     return flags
 
 
+def given_arrays(
+    options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[PartitionSpec | None, ...]:
+    """Returns for each flat argument the sharding that the user gives; None leaves it free.
+
+    Raises:
+      ValueError: `in_shardings` is not a prefix of the arguments, or a name in flax's metadata has no rule.
+    """
+    tree = tuple(args), {name: kwargs[name] for name in sorted(kwargs)}
+    specs = given_specs(options.in_shardings, args)
+    specs += [None] * (len(jax.tree.leaves(tree)) - len(specs))
+    names, paths = logical_axes_of(tree), jax.tree_util.tree_leaves_with_path(tree)
+    found: list[Any] = []  # no NamedSharding is let in
+    for spec, axes, is_array, (path, _) in zip(specs, names, are_arrays(tree), paths, strict=True):
+        if is_array and spec is None and axes is not None and options.logical_axis_rules is not None:
+            spec = spec_by_rules(axes, options.logical_axis_rules, STAGE_AXES, jax.tree_util.keystr(path))
+        found += [spec] if is_array else []
+    return tuple(found)
+
+
 def mesh_shape(submesh: Submesh) -> dict[str, int]:
     """Returns the mesh over a submesh: hosts and devices, or two axes within a host."""
+    x, y = STAGE_AXES
     hosts, devices = submesh.shape if len(submesh.shape) == 2 else (1, submesh.num_devices)
     if hosts > 1:
-        return {"x": hosts, "y": devices}
-    return {"x": 2, "y": devices // 2} if devices >= 4 and devices % 2 == 0 else {"x": devices}
+        return {x: hosts, y: devices}
+    return {x: 2, y: devices // 2} if devices >= 4 and devices % 2 == 0 else {x: devices}
 
 
 def memory_limit_of(options: PipelineOptions, kind: int) -> float:
     """Returns the bytes that a device of a kind may hold."""
     own = options.cluster.kinds[kind].device.memory_bytes
     return own if options.memory_limit_bytes is None else options.memory_limit_bytes
+
+
+class NamedArguments(NamedTuple):
+    """Arguments by position and by name; those that have both are in both, as calls may give them."""
+
+    argnums: tuple[int, ...]
+    argnames: tuple[str, ...]
+
+
+def checked_arguments(
+    fn: Callable[..., Any], kind: str, numbers: Sequence[Any], names: Sequence[Any]
+) -> NamedArguments:
+    """Returns arguments that are given by position and by name, of a kind such as "donate".
+
+    Raises:
+      ValueError: the function has no such argument.
+    """
+    checked = [whole_number(number) for number in numbers]
+    if any(number is None or number < 0 for number in checked):
+        raise ValueError(f"`{kind}_argnums` must be positions of arguments, 0 or more, not {tuple(numbers)!r}.")
+    found = [number for number in checked if number is not None]
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # a built-in function
+        return NamedArguments(tuple(found), tuple(names))
+    kinds = {p.kind for p in parameters.values()}
+    named = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    function = getattr(fn, "__name__", "the function")
+    for number in found:
+        if number >= len(named) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+            raise ValueError(
+                f"`{kind}_argnums` {tuple(found)} names a position that the {len(named)} arguments of {function} "
+                "do not have."
+            )
+    for name in names:
+        if not isinstance(name, str) or (name not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds):
+            raise ValueError(
+                f"`{kind}_argnames` has {name!r}, which is no argument of {function}; it has {', '.join(parameters)}."
+            )
+    all_names = [*names, *(named[number] for number in found if number < len(named))]
+    all_numbers = [*found, *(named.index(name) for name in names if name in named)]
+    return NamedArguments(tuple(dict.fromkeys(all_numbers)), tuple(dict.fromkeys(all_names)))
+
+
+def checked_cluster(devices: Any, hardware: Any) -> Cluster:
+    """Returns devices as a cluster.
+
+    Raises:
+      TypeError, ValueError: they are a mesh, or of no kind that is known.
+    """
+    if isinstance(devices, Mesh | AbstractMesh):
+        raise TypeError(
+            "`mesh` cannot be given together with `pipeline`, which divides devices into meshes itself. Give "
+            "`devices=jax.devices()` or a `diffshard.Cluster`."
+        )
+    if isinstance(devices, Cluster):
+        if hardware is not None:
+            raise ValueError("`hardware` must be None for a Cluster, which has that of its hosts.")
+        return devices
+    number = whole_number(devices)
+    if number is None:
+        return Cluster.from_devices(devices, hardware=hardware)
+    if not isinstance(hardware, str):
+        raise ValueError("`hardware` must be the name of a preset for a number of devices.")
+    in_host = device_and_network(hardware)[1].num_devices or number
+    if number < 1 or (number > in_host and number % in_host):
+        raise ValueError(f"`devices` must be 1 or more, and fill hosts of {in_host}, not {number}.")
+    return Cluster([Hosts(max(number // in_host, 1), min(number, in_host), hardware)])
+
+
+def _check_names_axes_of_stages(in_shardings: Any) -> None:
+    """Checks that what is given names axes of the stages' meshes only."""
+    is_spec = lambda x: x is None or isinstance(x, PartitionSpec | NamedSharding)  # noqa: E731
+    for path, leaf in jax.tree_util.tree_leaves_with_path(in_shardings, is_leaf=is_spec):
+        name = f"`in_shardings`{jax.tree_util.keystr(path)}"
+        if isinstance(leaf, NamedSharding):
+            raise ValueError(
+                f"{name} is on the mesh {dict(leaf.mesh.shape)}, but `pipeline` chooses the meshes of its stages. Give "
+                "a PartitionSpec of their axes 'x' and 'y'."
+            )
+        if not is_spec(leaf):
+            raise TypeError(f"{name} must be a PartitionSpec or None, not {leaf!r}.")
+        if leaf is not None:
+            checked_axes_of(leaf, len(leaf), STAGE_AXES, name)
+
+
+def with_remat(pipeline: Pipeline, remat: Remat | None) -> Pipeline:
+    """Returns a pipeline that may do with residuals what `remat` says, besides what it may do itself.
+
+    Raises:
+      ValueError: there is no such value of `remat`.
+    """
+    if remat is None:
+        return pipeline
+    if remat not in get_args(Remat):
+        raise ValueError(f'`remat` must be "search", "offload" or None, not {remat!r}.')
+    more: tuple[ResidualUse, ...] = ("recompute",) if remat == "search" else ("recompute", "offload")
+    return replace(pipeline, residuals=tuple(dict.fromkeys((*pipeline.residuals, *more))))
+
+
+def _check_offload(cluster: Cluster) -> None:
+    """Raises `ValueError` if residuals cannot be offloaded on a cluster: names the devices, and says what to do."""
+    for hosts in cluster.kinds:
+        if hosts.device.host_memory_bytes_per_s is None:
+            raise ValueError(
+                f'`Pipeline.residuals` has "offload", but the hardware {hosts.name!r} does not say how fast its '
+                "devices copy to memory of their host. Give a `Hardware` with `host_memory_bytes_per_s`."
+            )
+    for device in [device for kind in cluster.devices for host in kind for device in host]:
+        kinds = {memory.kind for memory in device.addressable_memories()}  # none of a device that is only described
+        if kinds and HOST_MEMORY not in kinds:
+            raise ValueError(
+                f'`Pipeline.residuals` has "offload", but {device} has no pinned memory of its host, only '
+                f'{sorted(kinds)}. Leave "offload" out.'
+            )

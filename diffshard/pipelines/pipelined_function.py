@@ -1,33 +1,35 @@
 """A training step that runs as a pipeline: searched, compiled and run for the types of its arguments."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, get_args
+from dataclasses import dataclass, fields, replace
+from typing import Any, Generic, TypeVar
 
 import jax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from cost.real_numbers import is_positive
-from diffshard.live_progress import ProgressDisplay, live_line
-from diffshard.pipelines.base import Pipeline, PipelinePlan
+from diffshard.live_progress import LiveLine, live_line
+from diffshard.pipelines.checked_calls import check_can_be_held, checked_call
+from diffshard.pipelines.decisions import program_facts, request_facts
 from diffshard.pipelines.delayed_gradients import DelayedStep, delayed, has_versions
 from diffshard.pipelines.execution import StagedExecution
-from diffshard.pipelines.offload_search import check_offload
 from diffshard.pipelines.options import PipelineOptions, donated_arrays
 from diffshard.pipelines.pipelined_steps import batches_of, flat_steps
 from diffshard.pipelines.planned_pipeline import FoundPipeline
-from diffshard.pipelines.request_checks import checked_arguments, checked_cluster
+from diffshard.pipelines.plans.base import PipelinePlanData
+from diffshard.pipelines.plans.page import format_pipeline_page
 from diffshard.pipelines.search import find_pipeline
-from diffshard.pipelines.shared_choices import program_facts, request_facts
 from diffshard.pipelines.static_arguments import check_static, static_call, without_static
 from diffshard.plans.formats import format_bytes, format_count, format_s
 from diffshard.plans.notebook import NOT_PLANNED, planned_function_element
-from diffshard.processes import errors_for_all, processes_of
+from diffshard.processes import Processes, errors_for_all, processes_of
 from diffshard.sharding_search.call import array_types, split
 from diffshard.sharding_search.mesh_candidates import mesh_of_all
 from diffshard.sharding_search.options import positional_names, signature_of
-from diffshard.solving.solve import resolve
+
+PlanT = TypeVar("PlanT", bound=PipelinePlanData)
+FindPipeline = Callable[[PipelineOptions, Sequence[Any], Mapping[str, Any], Processes, LiveLine], FoundPipeline]
+"""Finds a pipeline for the arguments of a call, as `find_pipeline` does."""
 
 
 @dataclass
@@ -37,25 +39,32 @@ class _Prepared:
     Attributes:
       found: the pipeline.
       execution: its programs on devices; None until the first call.
+      is_checked: whether its results were held against one device.
     """
 
     found: FoundPipeline
     execution: StagedExecution | None = None
+    is_checked: bool = False
 
 
-class PipelinedFunction:
+class PipelinedFunction(Generic[PlanT]):
     """A training step that runs as a pipeline; made by `diffshard.search(fn, cluster, pipeline=...)`.
 
     Args:
       options: what was asked for.
+      kind: the class of its plans.
+      find: finds a pipeline for the arguments of a call.
     """
 
-    def __init__(self, options: PipelineOptions):
-        self.options = options
+    def __init__(self, options: PipelineOptions, kind: type[PlanT], find: FindPipeline = find_pipeline):
+        check_static(options)
+        self._has_static = bool(options.static_argnums or options.static_argnames)  # their values come with calls
+        self.options = options if self._has_static else _delayed(options)
+        self._kind, self._find = kind, find
         self._prepared: dict[Any, _Prepared] = {}
-        self._bound: dict[Any, PipelinedFunction] = {}  # by the values of static arguments
+        self._bound: dict[Any, PipelinedFunction[PlanT]] = {}  # by the values of static arguments
 
-    def plan(self, *args: Any, **kwargs: Any) -> PipelinePlan:
+    def plan(self, *args: Any, **kwargs: Any) -> PlanT:
         """Returns the plan for arguments (arrays or `jax.ShapeDtypeStruct`), searched once for each set of shapes.
 
         Raises:
@@ -67,7 +76,7 @@ class PipelinedFunction:
             own, args, kwargs = self._without_static(args, kwargs)
             return own.plan(*args, **kwargs)
         self._check_outside(args, kwargs)
-        return self._prepare(*self._with_versions(args, kwargs)).found.plan
+        return self._plan_of(self._prepare(*self._with_versions(args, kwargs)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a step; arrays are copied to the stages that keep them.
@@ -80,14 +89,21 @@ class PipelinedFunction:
             versions though its gradients are not delayed.
           ValueError: the cluster is only described, without devices.
           StageError: a program of a stage failed; names the stage.
+          NumbersError: the first results are held against one device, and differ.
         """
         if self._has_static:
             own, args, kwargs = self._without_static(args, kwargs)
             return own(*args, **kwargs)
         self._check_call(args, kwargs)
         args, kwargs = self._with_versions(args, kwargs)
-        execution, step = self.execution(*args, **kwargs), self._prepare(args, kwargs).found.step
-        return step.result(execution(step.flat_arguments(split((args, _sorted(kwargs)))[0])))
+        kwargs = _sorted(kwargs)
+        execution, prepared = self.execution(*args, **kwargs), self._prepare(args, kwargs)
+        if self.options.checks_numbers and not prepared.is_checked:
+            result = checked_call(self.options, prepared.found, execution, args, kwargs, self._processes)
+            prepared.is_checked = True
+            return result
+        step = prepared.found.step
+        return step.result(execution(step.flat_arguments(split((args, kwargs))[0])))
 
     def steps(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """Runs a step for each batch; with the schedule "2bw" each begins before the one before it has ended.
@@ -97,6 +113,8 @@ class PipelinedFunction:
 
         Arguments are those of a call, but the ones that have the batch (`Pipeline.batch_argnums`) are iterables of
         batches of equal shapes. What a result of a step replaces, such as the state, goes from each step to the next.
+
+        Only calls are held against one device where that is asked for.
 
         Yields:
           What calls return, step by step. It reads the batch of the next step first, and starts that step.
@@ -138,13 +156,9 @@ class PipelinedFunction:
             prepared.execution = self._execution(args, kwargs, prepared.found)
         return prepared.execution
 
-    @property
-    def _has_static(self) -> bool:
-        return bool(self.options.static_argnums or self.options.static_argnames)
-
     def _without_static(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> "tuple[PipelinedFunction, tuple[Any, ...], dict[str, Any]]":
+    ) -> "tuple[PipelinedFunction[PlanT], tuple[Any, ...], dict[str, Any]]":
         """Returns the function for the static arguments of a call, and the other arguments.
 
         Raises:
@@ -152,13 +166,17 @@ class PipelinedFunction:
         """
         call = static_call(self.options, args, kwargs)
         if call.key not in self._bound:
-            self._bound[call.key] = PipelinedFunction(_delayed(without_static(self.options, call.values)))
+            self._bound[call.key] = PipelinedFunction(without_static(self.options, call.values), self._kind, self._find)
         return self._bound[call.key], call.args, call.kwargs
 
     @property
-    def _plans(self) -> list[PipelinePlan]:
-        own = [prepared.found.plan for prepared in self._prepared.values()]
+    def _plans(self) -> list[PlanT]:
+        own = [self._plan_of(prepared) for prepared in self._prepared.values()]
         return own + [plan for bound in self._bound.values() for plan in bound._plans]
+
+    def _plan_of(self, prepared: _Prepared) -> PlanT:
+        plan = prepared.found.plan
+        return self._kind(**{item.name: getattr(plan, item.name) for item in fields(plan)})
 
     def _check_outside(self, args: Any, kwargs: Any) -> None:
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
@@ -174,7 +192,7 @@ class PipelinedFunction:
         if not isinstance(self.options.fn, DelayedStep) and has_versions((args, kwargs)):
             raise TypeError(
                 "The arguments have weights in two versions (`DelayedArray`), which only the schedule '2bw' and "
-                "`diffshard.delayed` take. Give `diffshard.current_version(state)`."
+                "`diffshard.pipelines.delayed` take. Give `diffshard.pipelines.current_version(state)`."
             )
         if not self.options.cluster.devices:
             raise ValueError(
@@ -188,7 +206,9 @@ class PipelinedFunction:
     def _repr_html_(self) -> str:
         plans = self._plans
         advice = "" if plans else NOT_PLANNED
-        return planned_function_element(self._headline(), advice, [(_page_title(plan), plan.html()) for plan in plans])
+        return planned_function_element(
+            self._headline(), advice, [(_page_title(plan), format_pipeline_page(plan)) for plan in plans]
+        )
 
     def _headline(self) -> str:
         name, cluster = getattr(self.options.fn, "__name__", "function"), self.options.cluster
@@ -206,6 +226,10 @@ class PipelinedFunction:
             self._prepared[key] = _Prepared(self._agreed_pipeline(args, kwargs))
         return self._prepared[key]
 
+    @property
+    def _processes(self) -> Processes:
+        return processes_of(mesh_of_all(self.options.cluster))
+
     def _agreed_pipeline(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> FoundPipeline:
         """Finds the pipeline, in the first process that owns devices of the cluster; the others get what it found.
 
@@ -213,11 +237,13 @@ class PipelinedFunction:
           ProcessesError: what they ask for differs, or what they traced, or one of them failed.
         """
         mesh = mesh_of_all(self.options.cluster)
-        processes, what = processes_of(mesh), "search a pipeline"
+        processes, what = self._processes, "search a pipeline"
+        if self.options.checks_numbers:
+            check_can_be_held(self.options, processes)
         processes.check_alike(what, request_facts(self.options))
         name = getattr(self.options.fn, "__name__", "function")
         with errors_for_all(mesh, what), live_line(f"searching a pipeline of {name}", self.options.progress) as line:
-            found = find_pipeline(self.options, args, kwargs, processes, line)
+            found = self._find(self.options, args, kwargs, processes, line)
         processes.check_alike("run a pipeline", program_facts(found.staged))
         return found
 
@@ -242,70 +268,13 @@ class PipelinedFunction:
         return [i for i, result in enumerate(found.step.replaced) if result is not None and of_step[i]]
 
 
-def pipelined(
-    fn: Callable[..., Any],
-    devices: Any,
-    pipeline: Pipeline,
-    hardware: Any,
-    *,
-    progress: ProgressDisplay = "terminal",
-    **options: Any,
-) -> PipelinedFunction:
-    """Returns a training step that runs as a pipeline on devices; its arguments are checked here.
-
-    Args:
-      fn: the training step.
-      devices: a `Cluster`, JAX devices, or their number.
-      pipeline: what may be chosen.
-      hardware: the name of a preset; None for clusters, and for that of JAX devices.
-      progress: as in `search`.
-      options: `memory_limit_bytes`, `solver`, `time_limit_s`, `cache`, donated and static arguments.
-
-    Raises:
-      TypeError, ValueError: an argument breaks a rule; the error names it and its value.
-    """
-    if not isinstance(pipeline, Pipeline):
-        raise TypeError(f"`pipeline` must be a diffshard.Pipeline, not {pipeline!r}.")
-    if not callable(fn):
-        raise TypeError(f"`fn` must be a function, not {type(fn).__name__}.")
-    limit = options.get("memory_limit_bytes")
-    if limit is not None and not is_positive(limit):
-        raise ValueError(f"`memory_limit_bytes` must be a positive number, not {limit!r}.")
-    time_limit_s = options.get("time_limit_s")
-    if time_limit_s is not None and not is_positive(time_limit_s):
-        raise ValueError(f"`time_limit_s` must be a positive number of seconds or None, not {time_limit_s!r}.")
-    if progress not in get_args(ProgressDisplay):
-        raise ValueError(f"`progress` must be one of {get_args(ProgressDisplay)}, not {progress!r}.")
-    donated, static = (
-        checked_arguments(fn, kind, options.pop(f"{kind}_argnums", ()), options.pop(f"{kind}_argnames", ()))
-        for kind in ("donate", "static")
-    )
-    resolve(options["solver"])
-    cluster = checked_cluster(devices, hardware)
-    if "offload" in pipeline.residuals:
-        check_offload(cluster)
-    asked_for = PipelineOptions(
-        fn=fn,
-        cluster=cluster,
-        pipeline=pipeline,
-        donate_argnums=donated.argnums,
-        donate_argnames=donated.argnames,
-        static_argnums=static.argnums,
-        static_argnames=static.argnames,
-        progress=progress,
-        **options,
-    )
-    check_static(asked_for)
-    has_static = static.argnums or static.argnames  # whose values come with calls
-    return PipelinedFunction(asked_for if has_static else _delayed(asked_for))
-
-
 def _delayed(options: PipelineOptions) -> PipelineOptions:
     """Returns the options of the step with delayed gradients, where its pipeline is to have these."""
-    return replace(options, fn=delayed(options.fn)) if options.pipeline.is_delayed else options
+    is_to_be = options.pipeline.is_delayed and not isinstance(options.fn, DelayedStep)
+    return replace(options, fn=delayed(options.fn)) if is_to_be else options
 
 
-def _page_title(plan: PipelinePlan) -> str:
+def _page_title(plan: PipelinePlanData) -> str:
     num_bytes = sum(tensor.num_bytes for stage in plan.stages for tensor in stage.arguments)
     stages = format_count(len(plan.stages), "stage")
     return f"Plan for arguments of {format_bytes(num_bytes)} in {stages}: {format_s(plan.step_s)} predicted"

@@ -1,7 +1,7 @@
 """From the stages that a search chose to a plan: the shardings and programs of each stage, and where it is."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -11,17 +11,15 @@ from cost.host_groups import Submesh
 from cost.pipeline_schedules import Schedule
 from cost.pipeline_steps import Overlap, pipeline_step
 from cost.pipeline_times import Simulation, StageTimes
-from diffshard.pipelines.base import PipelinePlan, PlannedStage
 from diffshard.pipelines.cutting import CutStep
-from diffshard.pipelines.found_divisions import Entry
+from diffshard.pipelines.decisions import ChosenPipeline, shared_layouts
 from diffshard.pipelines.layer_chain import LayerChain
 from diffshard.pipelines.options import PipelineOptions, memory_limit_of, mesh_shape
 from diffshard.pipelines.overlapped_steps import chosen_overlap, overlap_bytes
-from diffshard.pipelines.plans.base import PlannedReplica
-from diffshard.pipelines.plans.timing import simulated
-from diffshard.pipelines.shared_choices import ChosenPipeline, shared_layouts
-from diffshard.pipelines.stage_placement import arguments_of, mesh_of, place_stages, sends_s
-from diffshard.pipelines.stage_plans import StageDevices, StagePlans
+from diffshard.pipelines.plans.base import PipelinePlanData, PlannedReplica, PlannedStage
+from diffshard.pipelines.plans.consistency import simulated
+from diffshard.pipelines.solved_stages import Entry
+from diffshard.pipelines.stage_plans import StageDevices, StagePlans, arguments_of, mesh_of, place_stages, sends_s
 from diffshard.pipelines.stage_programme import Stage
 from diffshard.pipelines.stage_search import StageLayout
 from diffshard.pipelines.stage_variants import StageVariants, with_choices
@@ -32,6 +30,10 @@ from diffshard.processes import Processes
 from search_spaces.pipelines.stage_programs import StagedStep
 
 _KEPT_BOUND = "The bound is for pipelines that keep all residuals. Some are made again here, and may be faster than it."
+
+
+GivenLayouts = Callable[[StagedStep], Sequence[StageLayout]]
+"""The shardings of the stages of a step by an earlier plan."""
 
 
 class FoundPipeline(NamedTuple):
@@ -45,7 +47,7 @@ class FoundPipeline(NamedTuple):
       simulation: of the schedule.
     """
 
-    plan: PipelinePlan
+    plan: PipelinePlanData
     step: CutStep
     staged: StagedStep
     plans: StagePlans
@@ -53,12 +55,25 @@ class FoundPipeline(NamedTuple):
 
 
 def planned_pipeline(
-    options: PipelineOptions, search: StepSearch, chosen: ChosenPipeline, processes: Processes
+    options: PipelineOptions,
+    search: StepSearch,
+    chosen: ChosenPipeline,
+    processes: Processes,
+    given: GivenLayouts | None = None,
 ) -> FoundPipeline:
-    """Plans the programs of the stages that were chosen, and simulates them; the first process plans for all."""
+    """Plans the programs of the stages that were chosen, and simulates them; the first process plans for all.
+
+    Args:
+      options: what is asked for.
+      search: of the step in the chosen number of micro-batches.
+      chosen: the stages.
+      processes: those that own devices of the cluster.
+      given: shardings of the stages that are taken where they fit.
+    """
     stages, cluster, chain, course = chosen.stages, options.cluster, search.chain, search.course
     count, submeshes = search.num_microbatches, search.submeshes
     staged, step = search.staged([stage.start for stage in stages])
+    earlier = [] if given is None else given(staged)
 
     def solve_one(i: int) -> StageLayout:
         course.step(f"sharding stage {i + 1} of {len(stages)}")
@@ -73,6 +88,7 @@ def planned_pipeline(
             time_limit_s=course.stage_limit_s(3 * len(stages) - i),  # each has two programs as well
         )
         known = search.divisions.known_layout(Entry(*stages[i], chosen.in_flight[i]))
+        known = earlier[i] if i < len(earlier) else known
         layout = (
             variants.chosen(chosen.recomputed[i], chosen.offloaded[i], known)
             if chosen.recomputed
@@ -95,7 +111,7 @@ def planned_pipeline(
     staged = with_choices(search.programs(step, copied), layouts)
     course.step("planning the programs of the stages")
     limit_s = course.stage_limit_s(2 * len(stages))
-    plans = StagePlans(staged, devices, processes, solver=options.solver, time_limit_s=limit_s)
+    plans = StagePlans(staged, devices, processes, options, limit_s)
     course.is_interrupted |= any(plan.status == "interrupted" for plan in plans.plans.values())
     forward_s, backward_s = plans.pass_seconds()
     for i, layout in enumerate(layouts):
@@ -134,8 +150,19 @@ def planned_pipeline(
         for i, stage in enumerate(stages)
     ]
     notes = (*chosen.notes, _KEPT_BOUND) if any(layout.recomputed for layout in layouts) else chosen.notes
+    notes = (*notes, *_judged(plans)) if options.judge is not None else notes
     plan = predicted_plan(options, search, chosen.schedule, planned, tried=chosen.tried, notes=notes, overlap=overlap)
     return FoundPipeline(with_bound(plan, chosen.bound_s), step, staged, plans, simulation)
+
+
+def _judged(plans: StagePlans) -> list[str]:
+    """Returns what a compiler said of the programs of the stages."""
+    notes = []
+    for plan in plans.plans.values():
+        notes.append(f"{plan.function} runs by `executor` {plan.executor!r}, as a compiler judged it alone.")
+        without_place = (note.partition(f"({plan.function}): ")[2] or note for note in plan.notes)
+        notes += [f"{plan.function}: {note}" for note in without_place]
+    return notes
 
 
 def predicted_plan(
@@ -148,7 +175,7 @@ def predicted_plan(
     tried: Sequence[tuple[int, Schedule, float]],
     notes: Sequence[str],
     overlap: Overlap = "none",
-) -> PipelinePlan:
+) -> PipelinePlanData:
     """Returns a plan with what its step takes by simulation, and without a bound.
 
     Args:
@@ -161,7 +188,7 @@ def predicted_plan(
       notes: sentences for the user.
       overlap: how a step overlaps with the next one.
     """
-    plan = PipelinePlan(
+    plan = PipelinePlanData(
         function=getattr(options.fn, "__name__", "function"),
         cluster=cluster_words(options.cluster),
         num_devices=options.cluster.num_devices,
@@ -172,7 +199,6 @@ def predicted_plan(
         step_s=0.0,
         bubble=0.0,
         lower_bound_s=0.0,
-        gap=0.0,
         search_s=search.course.seconds,
         tried=tuple(tried),
         notes=tuple(notes),
@@ -184,10 +210,10 @@ def predicted_plan(
     return replace(plan, step_s=found.step_s, bubble=found.bubble)
 
 
-def with_bound(plan: PipelinePlan, bound_s: float) -> PipelinePlan:
+def with_bound(plan: PipelinePlanData, bound_s: float) -> PipelinePlanData:
     """Returns a plan with a bound of its step, which is no more than the step itself."""
     bound_s = min(bound_s, plan.step_s)
-    return replace(plan, lower_bound_s=bound_s, gap=(plan.step_s - bound_s) / plan.step_s if plan.step_s else 0.0)
+    return replace(plan, lower_bound_s=bound_s)
 
 
 def planned_stage(

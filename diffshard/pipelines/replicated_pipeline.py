@@ -10,14 +10,18 @@ from cost.pipeline_replicas import balanced_microbatches, joined_graph
 from cost.pipeline_schedules import graph_of
 from cost.pipeline_times import StageTimes, simulate
 from diffshard.pipelines.cutting import CutStep
+from diffshard.pipelines.decisions import shared_layouts
 from diffshard.pipelines.options import PipelineOptions, mesh_shape
 from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_stage, predicted_plan
-from diffshard.pipelines.plans.base import PlannedReplica
-from diffshard.pipelines.replica_exchange import sums_in_s, weights_out_s
-from diffshard.pipelines.replica_search import ChosenReplicas, replica_part_s, solve_replica_stage
-from diffshard.pipelines.shared_choices import shared_layouts
-from diffshard.pipelines.stage_placement import arguments_of, mesh_of, place_stages, sends_s
-from diffshard.pipelines.stage_plans import StageDevices, StagePlans
+from diffshard.pipelines.plans.base import PipelinePlanData, PlannedReplica
+from diffshard.pipelines.replica_search import (
+    ChosenReplicas,
+    replica_part_s,
+    solve_replica_stage,
+    sums_in_s,
+    weights_out_s,
+)
+from diffshard.pipelines.stage_plans import StageDevices, StagePlans, arguments_of, mesh_of, place_stages, sends_s
 from diffshard.pipelines.stage_search import StageLayout
 from diffshard.pipelines.stage_variants import StageVariants
 from diffshard.pipelines.step_search import StepSearch
@@ -47,7 +51,7 @@ def planned_replicas(
     options: PipelineOptions,
     search: StepSearch,
     chosen: ChosenReplicas,
-    unreplicated: FoundPipeline,
+    unreplicated: PipelinePlanData,
     processes: Processes,
 ) -> FoundPipeline:
     """Plans the programs of all replicas' stages, divides the micro-batches among them, and simulates them.
@@ -56,7 +60,7 @@ def planned_replicas(
       options: what is asked for.
       search: of the step in the chosen number of micro-batches.
       chosen: the replicas.
-      unreplicated: the best pipeline without replicas, whose notes and tried choices the plan shows as well.
+      unreplicated: the plan of the best pipeline without replicas, whose notes and tried choices it shows as well.
       processes: those that own devices of the cluster.
 
     Raises:
@@ -100,8 +104,9 @@ def planned_replicas(
         PlannedReplica(counts[r], tuple(planned[r * size : (r + 1) * size]), *exchanges[r])
         for r in range(1, len(steps))
     ]
-    found = unreplicated.plan
-    plan = predicted_plan(options, search, schedule, planned[:size], others, tried=found.tried, notes=found.notes)
+    plan = predicted_plan(
+        options, search, schedule, planned[:size], others, tried=unreplicated.tried, notes=unreplicated.notes
+    )
     sends = zip(*(times[p.replica].sends_after(p.stage) for p in places[:-1]), strict=True)
     simulation = simulate(StageTimes(forward_s, backward_s, *map(list, sends)), joined_graph(graphs))
     return FoundPipeline(plan, step, staged, plans, simulation)
@@ -153,7 +158,7 @@ def _planned_programs(
         devices.append(StageDevices(mesh_of(cluster, p.numbers, shape), cluster.hardware(p.submesh.kind, shape), named))
     counts = [search.num_microbatches - len(steps) + 1, *[1] * (len(steps) - 1)]
     limit_s = search.course.stage_limit_s(2 * len(places))
-    return StagePlans(replicated_step(steps, counts), devices, processes, solver=options.solver, time_limit_s=limit_s)
+    return StagePlans(replicated_step(steps, counts), devices, processes, options, limit_s)
 
 
 def _times(options: PipelineOptions, base: StagedStep, chosen: ChosenReplicas, plans: StagePlans) -> list[StageTimes]:

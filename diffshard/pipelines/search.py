@@ -2,35 +2,55 @@
 
 import itertools
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from cost.pipeline_schedules import Schedule
 from cost.pipeline_steps import pipeline_step
 from cost.pipeline_times import StageTimes
-from diffshard.base import InfeasibleError
+from diffshard.base import InfeasibleError, PlanError
 from diffshard.deadline import Deadline
 from diffshard.live_progress import LiveLine
 from diffshard.outer_search import Candidate, CutOffError, Outcome, OuterSearch
-from diffshard.pipelines.choice_record import ChoiceRecord, RecordingProcesses
 from diffshard.pipelines.course import SEARCH_SHARE, Course
 from diffshard.pipelines.cutting import UncutStep, uncut_step
-from diffshard.pipelines.found_divisions import FoundDivision
+from diffshard.pipelines.decisions import (
+    ChosenPipeline,
+    PipelineStore,
+    RecordingProcesses,
+    planned_facts,
+    question_facts,
+    trace_facts,
+)
+from diffshard.pipelines.given_pipeline import (
+    CHOOSE_REPLICAS,
+    CHOOSE_STAGES,
+    applied_pipeline,
+    chosen_of,
+    layouts_of,
+    with_decisions,
+)
 from diffshard.pipelines.least_memory import nothing_fits
-from diffshard.pipelines.options import PipelineOptions, donated_arrays, mesh_shape
-from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_pipeline, with_bound
-from diffshard.pipelines.plans.plan import PipelinePlan
+from diffshard.pipelines.options import PipelineOptions, donated_arrays, given_arrays, mesh_shape
+from diffshard.pipelines.planned_pipeline import FoundPipeline, GivenLayouts, planned_pipeline, with_bound
+from diffshard.pipelines.plans.base import PipelinePlanData
 from diffshard.pipelines.replica_search import ChosenReplicas, choose_replicas, replicas_bound_s
 from diffshard.pipelines.replicated_pipeline import planned_replicas
-from diffshard.pipelines.shared_choices import ChosenPipeline, search_facts, trace_facts
+from diffshard.pipelines.solved_stages import FoundDivision
 from diffshard.pipelines.stage_search import BACKWARD_SHARE
 from diffshard.pipelines.step_search import StepSearch
 from diffshard.plans.formats import format_s
 from diffshard.processes import Processes
+from diffshard.sharding_search.fingerprints import digest_of
 
+T = TypeVar("T")
+_OF_SEARCH: dict[str, Any] = {"bound_s": 0.0, "tried": (), "notes": (), "estimate_s": 0.0}
+"""What a search says of the stages that it chose, without the stages."""
 _MOST_PLANNED = 4
 """Pipelines whose programs are planned at most."""
 _LEAST_GAIN = 0.02
@@ -65,8 +85,19 @@ def find_pipeline(
     course.step("tracing")
     donated, what = donated_arrays(options, args, kwargs), "search a pipeline"
     steps = processes.alike(what, lambda: _steps(options, args, kwargs), trace_facts)
-    record = ChoiceRecord.of(options.cache if processes.is_first else None, search_facts(options, steps))
-    processes = RecordingProcesses(processes.indices, record)
+    store, question = PipelineStore("", ""), ""
+    if processes.is_first:
+        store, question = PipelineStore.of(options, steps), digest_of(question_facts(options, steps))
+
+    def known() -> PipelinePlanData | None:
+        return options.start if options.start is not None and options.start.question == question else store.plan()
+
+    plan = processes.shared("take an earlier plan", known, kind=PipelinePlanData | None)
+    if plan is not None:
+        try:
+            return applied_pipeline(options, plan, steps, donated, processes, course)
+        except PlanError as error:
+            warnings.warn(f"An earlier plan of a pipeline is searched again: {error}", stacklevel=2)
     searches = [StepSearch(options, step, donated, course) for step in steps]
     if not processes.is_first:
         course.step("waiting for the first process")
@@ -80,10 +111,11 @@ def find_pipeline(
     left_out = sorted({*options.pipeline.microbatch_counts} - {step.num_microbatches for step in searches})
     if left_out:
         found = _with_note(found, f"Numbers of micro-batches that the batch cannot be divided into: {left_out}.")
-    plan = processes.shared(what, lambda: found.plan, kind=PipelinePlan)
+    whole = replace(found.plan, question=question, facts=planned_facts(steps[0]), roles=options.roles)
+    whole = processes.shared(what, lambda: whole, kind=PipelinePlanData)
     if not course.is_interrupted:  # an interrupted search might have found better stages
-        record.keep()
-    return found._replace(plan=replace(plan, stored_in=record.path if record.is_whole else ""))
+        store.keep(whole)
+    return found._replace(plan=whole)
 
 
 def _best_planned(
@@ -98,17 +130,41 @@ def _best_planned(
     A stage may take longer in its programs than as a whole, because communication of one does not wait beside another.
     """
     best: FoundPipeline | None = None
-    for number, one in enumerate(chosen[:_MOST_PLANNED]):
+    begun, given = _begun(options, searches, chosen)
+    for number, one in enumerate((*begun, *chosen[:_MOST_PLANNED])):
         if best is not None and one.estimate_s >= (1 - _LEAST_GAIN) * best.plan.step_s:
             break
         if number and processes.shared("search a pipeline", course.is_proof_over, kind=bool):
             break
         wanted = one.num_microbatches, one.num_groups
         search = next(search for search in searches if (search.num_microbatches, search.num_groups) == wanted)
-        found = planned_pipeline(options, search, one, processes)
+        recording = RecordingProcesses(processes.indices)
+        one = recording.shared(CHOOSE_STAGES, partial(_same, one), kind=ChosenPipeline)
+        try:
+            found = planned_pipeline(options, search, one, recording, None if number else given)
+        except InfeasibleError:
+            if number or not begun:
+                raise
+            continue  # the start was made for more memory
+        found = with_decisions(found, recording)
         best = found if best is None or found.plan.step_s < best.plan.step_s else best
     assert best is not None
     return best
+
+
+def _begun(
+    options: PipelineOptions, searches: Sequence[StepSearch], chosen: Sequence[ChosenPipeline]
+) -> tuple[list[ChosenPipeline], GivenLayouts | None]:
+    """Returns the stages of the plan that the search begins with, and their shardings; none if they do not fit."""
+    if options.start is None:
+        return [], None
+    start = chosen_of(options.start, options, [search.step for search in searches])
+    is_known = start is None or any(one._replace(**_OF_SEARCH) == start._replace(**_OF_SEARCH) for one in chosen[:1])
+    if start is None or is_known or start.schedule not in options.pipeline.schedules:
+        return [], None
+    best = chosen[0]
+    begun = start._replace(bound_s=best.bound_s, tried=best.tried, notes=best.notes, estimate_s=0.0)
+    return [begun], partial(layouts_of, options.start)
 
 
 def _with_note(found: FoundPipeline, note: str) -> FoundPipeline:
@@ -140,7 +196,10 @@ def _faster_with_replicas(
     if chosen is not None:
         of_number = next(s for s in ungrouped if s.num_microbatches == chosen.num_microbatches)
         try:
-            replicated = planned_replicas(options, of_number, chosen, found, processes)
+            recording = RecordingProcesses(processes.indices)
+            chosen = recording.shared(CHOOSE_REPLICAS, partial(_same, chosen), kind=ChosenReplicas)
+            replicated = planned_replicas(options, of_number, chosen, found.plan, recording)
+            replicated = with_decisions(replicated, recording)
             best = min(found, replicated, key=lambda pipeline: pipeline.plan.step_s)
             note = (
                 f"With replicas the best step takes {format_s(replicated.plan.step_s)}, and without them "
@@ -257,10 +316,11 @@ def _steps(options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, A
     Raises:
       ValueError: none of them does.
     """
-    pipeline, steps, errors = options.pipeline, [], []
+    pipeline, steps, errors, given = options.pipeline, [], [], given_arrays(options, args, kwargs)
     for count, num_groups in itertools.product(pipeline.microbatch_counts, _group_counts(options)):
         try:
-            steps.append(uncut_step(options.fn, count * num_groups, pipeline.batch, args, kwargs, num_groups))
+            step = uncut_step(options.fn, count * num_groups, pipeline.batch, args, kwargs, num_groups)
+            steps.append(replace(step, given=given))
         except ValueError as error:
             errors.append(error)
     if not steps and not errors:
@@ -290,3 +350,7 @@ def simulated_s(search: StepSearch, schedule: Schedule, found: FoundDivision) ->
     ]
     times = StageTimes(seconds * (1 - BACKWARD_SHARE), seconds * BACKWARD_SHARE, sends, sends)
     return float(pipeline_step(times, schedule, count, [0.0] * len(seconds)).step_s)  # the ends are in `seconds`
+
+
+def _same(made: T) -> T:
+    return made

@@ -5,12 +5,12 @@ another is in memory whoever reads it: residuals until the backward program ends
 the program that reads them ends, and the next micro-batch's beside them, which may have arrived from both sides.
 """
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 from jax.sharding import AbstractMesh
 
-from diffshard.pipelines.shared_parts import shared_parts
 from diffshard.pipelines.stage_function import StageFunction
 from search_spaces.pipelines.stage_keys import Key, Label
 from search_spaces.sharding.aliases import has_one_trip
@@ -186,3 +186,22 @@ class _Lifetimes:
             is_single_trip = vertex.kind == "stack" and has_one_trip(vertex)
             value = operands[0] if len(operands) == 1 and (vertex.kind == "operation" or is_single_trip) else None
         return None
+
+
+def shared_parts(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> tuple[int, int]:
+    """Returns into how many parts an array is split that goes from one mesh to another, and along which dimension.
+
+    The parts are even, and as many as some first axes of both meshes have together.
+
+    Args:
+      shape: of the array.
+      one: devices along each axis of a mesh.
+      other: of the other mesh.
+    """
+    possible = _first_products(one) & _first_products(other)
+    parts, dim = max(((n, -d) for d, size in enumerate(shape) for n in possible if size % n == 0), default=(1, 0))
+    return parts, -dim
+
+
+def _first_products(sizes: Sequence[int]) -> set[int]:
+    return {prod(sizes[:count]) for count in range(len(sizes) + 1)}

@@ -1,22 +1,29 @@
-"""The plans of a stage's programs, which together run as the stage's layout says.
+"""Where the stages of a pipeline are, and the plans of their programs, which together run as their layouts say.
 
 The layout of a whole stage (`stage_search`) says how it stores every array that goes from one of its programs to
 another. With these fixed, the forward and the backward program are planned each for itself.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from cost.base import Hardware
-from diffshard.pipelines.shared_parts import shared_parts
+from cost.clusters import Cluster
+from cost.host_groups import Submesh
+from diffshard.base import InfeasibleError
+from diffshard.pipelines.cutting import CutStep
+from diffshard.pipelines.options import PipelineOptions
+from diffshard.pipelines.stage_lifetimes import shared_parts
 from diffshard.pipelines.stage_search import StageLayout
+from diffshard.plans.base import Tensor
 from diffshard.processes import Processes
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.plan import Plan
@@ -26,6 +33,68 @@ from diffshard.sharding_search.shared_plans import plan_of_first_process
 from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.stage_keys import Key, Label
 from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
+
+
+def place_stages(cluster: Cluster, submeshes: Sequence[Submesh]) -> list[list[int]]:
+    """Returns the numbers of the devices of each stage, kind by kind and host by host; the largest are placed first.
+
+    Raises:
+      InfeasibleError: the parts of hosts that the stages need do not fit the hosts.
+    """
+    free: list[list[list[int]]] = []  # by kind and host
+    number = 0
+    for hosts in cluster.kinds:
+        of_kind = []
+        for _ in range(hosts.count):
+            of_kind.append(list(range(number, number + hosts.devices)))
+            number += hosts.devices
+        free.append(of_kind)
+    numbers: list[list[int]] = [[] for _ in submeshes]
+    for i in sorted(range(len(submeshes)), key=lambda i: -submeshes[i].num_devices):
+        kind, count = submeshes[i].kind, submeshes[i].num_devices
+        in_host = min(count, cluster.kinds[kind].devices)
+        hosts = [host for host in free[kind] if len(host) >= in_host][: count // in_host]
+        if len(hosts) * in_host < count:
+            raise InfeasibleError(
+                f"The stages need {[s.num_devices for s in submeshes if s.kind == kind]} devices of hosts of "
+                f"{cluster.kinds[kind].devices} x {cluster.kinds[kind].name}, of which there are {len(free[kind])}. "
+                "Describe hosts with a power of two of devices, or give another `Pipeline.max_stages`."
+            )
+        for host in hosts:
+            numbers[i] += host[:in_host]
+            del host[:in_host]
+    return numbers
+
+
+def mesh_of(cluster: Cluster, numbers: Sequence[int], shape: Mapping[str, int]) -> Mesh | AbstractMesh:
+    """Returns the mesh of a stage; an abstract one where the cluster is only described."""
+    if not cluster.devices:
+        return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+    flat = [device for kind in cluster.devices for host in kind for device in host]
+    return Mesh(np.array([flat[n] for n in numbers]).reshape(tuple(shape.values())), tuple(shape))
+
+
+def sends_s(staged: StagedStep, cluster: Cluster, i: int, one: Submesh, other: Submesh) -> tuple[float, float]:
+    """Returns the seconds of what a micro-batch sends from stage i to the next and back."""
+    forward = backward = 0.0
+    for key, label in staged.makers.items():
+        for target in staged.readers.get(key, frozenset()) - {label.stage}:
+            if label.kind == "forward" and label.stage <= i < target:
+                forward += num_bytes(staged.avals[key])
+            if label.kind == "backward" and target <= i < label.stage and not isinstance(key, tuple):
+                backward += num_bytes(staged.avals[key])
+    return cluster.link_s(forward, one, other), cluster.link_s(backward, other, one)
+
+
+def arguments_of(step: CutStep, staged: StagedStep, layout: StageLayout, stage: int) -> tuple[Tensor, ...]:
+    """Returns the arguments that a stage keeps, with their shardings."""
+    return tuple(
+        Tensor(path, tuple(array.shape), str(array.dtype), layout.specs.get(key, ((),) * len(array.shape)))
+        for path, array, key, home in zip(
+            step.traced.paths, step.traced.arrays, staged.inputs, staged.homes, strict=True
+        )
+        if home == stage
+    )
 
 
 class StageDevices(NamedTuple):
@@ -51,14 +120,23 @@ class StagePlans:
       staged: the step in stages.
       stages: what each stage runs on.
       processes: those that own devices of any stage; the first one searches the plans of all.
-      options: of the search: `solver`, `time_limit_s`.
+      options: what is asked for.
+      time_limit_s: for the solver, for each program.
 
     Attributes:
       plans: of the programs, by label.
     """
 
-    def __init__(self, staged: StagedStep, stages: Sequence[StageDevices], processes: Processes, **options: Any):
+    def __init__(
+        self,
+        staged: StagedStep,
+        stages: Sequence[StageDevices],
+        processes: Processes,
+        options: PipelineOptions,
+        time_limit_s: float,
+    ):
         self.staged, self.stages, self._options, self._processes = staged, list(stages), options, processes
+        self._time_limit_s = time_limit_s
         self._functions: dict[Label, PlannedFunction[Plan]] = {}
         self.plans: dict[Label, Plan] = {}
         for label, program in staged.programs.items():
@@ -118,7 +196,8 @@ class StagePlans:
             left = [_fixed(array, devices.mesh, spec) for array, spec in zip(made, specs, strict=True)]
             return {f"result {i:06}": array for i, array in enumerate(left)}  # sorted by name
 
-        function.__name__ = f"stage_{label.stage}_{label.kind}"
+        function.__name__ = function.__qualname__ = f"stage_{label.stage}_{label.kind}"
+        asked_for = self._options
         options = Options(
             fn=function,
             mesh=devices.mesh,
@@ -126,9 +205,14 @@ class StagePlans:
             memory_limit_bytes=devices.hardware.memory_bytes,
             in_shardings=([self.spec(label.stage, key) for key in program.reads],),
             progress="none",
-            **self._options,
+            solver=asked_for.solver,
+            key=asked_for.key,
+            executor=asked_for.executor,
+            judged_by=asked_for.judged_by,
+            time_limit_s=self._time_limit_s,
         )
-        return PlannedFunction(options, partial(plan_of_first_process, find_plan, processes=self._processes))
+        find = asked_for.judge or find_plan
+        return PlannedFunction(options, partial(plan_of_first_process, find, processes=self._processes))
 
     def _left_spec(self, label: Label, key: Key, total_of: dict[Key, Key]) -> PartitionSpec:
         """Returns how a program leaves an array: as its own stage stores it, or else as it is sent."""

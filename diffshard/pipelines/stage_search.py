@@ -6,12 +6,13 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from cost.base import Hardware
 from cost.evaluation import evaluate
 from cost.memory import least_memory
 from diffshard.base import InfeasibleError
+from diffshard.pipelines.options import STAGE_AXES
 from diffshard.pipelines.stage_function import StageFunction
 from diffshard.pipelines.stage_lifetimes import weigh
 from diffshard.sharding_search.options import Options
@@ -19,7 +20,7 @@ from diffshard.sharding_search.planning import fastest_choice
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.step_objective import step_s
 from diffshard.sharding_search.tracing import space_of, trace_function
-from search_spaces.partition_specs import NamedSpec, named_spec
+from search_spaces.partition_specs import NamedSpec, checked_axes_of, named_spec
 from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.stage_labels import Key
 from search_spaces.pipelines.stage_programs import copy_of
@@ -100,9 +101,8 @@ def search_stage(
     memory_limit_bytes: float,
     *,
     is_donated: bool,
-    solver: Any,
-    time_limit_s: float | None,
     known: StageLayout | None = None,
+    **solving: Any,
 ) -> StageLayout:
     """Finds how a stage runs on a mesh.
 
@@ -112,9 +112,8 @@ def search_stage(
       hardware: of the mesh.
       memory_limit_bytes: of each device.
       is_donated: whether results may take the memory of the arguments that they replace.
-      solver: of the sharding.
-      time_limit_s: for it; None lets it end by its own rule.
       known: the layout of a stage that may have equal equations; then it is taken over, and nothing is solved.
+      solving: the options `solver`, `key` and `time_limit_s` of the search for a sharding.
 
     Raises:
       StageMemoryError: nothing fits the memory limit, or nothing that fits was found.
@@ -125,8 +124,7 @@ def search_stage(
         hardware,
         is_donated=is_donated,
         memory_limit_bytes=memory_limit_bytes,
-        solver=solver,
-        time_limit_s=time_limit_s,
+        **solving,
     )
     options, space = request.options, request.space
     least_bytes = float(np.max(least_memory(space.problem)[1]))
@@ -202,12 +200,44 @@ def stage_request(
         mesh=mesh,
         hardware=hardware,
         donate_argnums=(0, 1, 2, 4) if is_donated else (1, 2, 4),
+        in_shardings=_given_to(function, mesh),
         progress="none",
         **options,
     )
     traced = trace_function(of_search, function.shapes)
     weigh(function, traced.graph, mesh)
     return PlanRequest(of_search, traced, space_of(of_search, traced), 0.0)
+
+
+def _given_to(function: StageFunction, mesh: AbstractMesh) -> Any:
+    """Returns the shardings that the user gives to arguments that a stage keeps, on the axes that its mesh has.
+
+    Raises:
+      StageMemoryError: the mesh cannot divide an argument so.
+    """
+    staged = function.staged
+    if not staged.given:
+        return None
+    homes = dict(zip(staged.inputs, staged.homes, strict=True))
+    axes = {str(name): size for name, size in mesh.shape.items()}
+
+    def given(key: Key) -> PartitionSpec | None:
+        spec = staged.given.get(key) if homes[key] == function.stage else None
+        if spec is None:
+            return None
+        shape = staged.avals[key].shape
+        by_dim = checked_axes_of(spec, len(shape), STAGE_AXES, "an argument, whose sharding is given,")
+        known = [None if names is None else tuple(name for name in names if name in axes) for names in by_dim]
+        for size, names in zip(shape, known, strict=True):
+            if size % prod(axes[name] for name in names or ()):
+                raise StageMemoryError(
+                    f"An argument of shape {tuple(shape)} cannot be split as {spec}, which is given, on a mesh {axes}.",
+                    is_proven=True,
+                )
+        return PartitionSpec(*(PartitionSpec.UNCONSTRAINED if names is None else names or None for names in known))
+
+    arguments = function.arguments
+    return [given(key) for key in arguments.kept], None, None, [given(key) for key in arguments.read], None
 
 
 def _specs(

@@ -248,6 +248,7 @@ class StageVariants:
             memory_limit_bytes,
             is_donated=self.is_donated,
             solver=options.solver,
+            key=options.key,
             time_limit_s=self.time_limit_s,
             known=known,
         )

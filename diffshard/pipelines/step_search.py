@@ -11,10 +11,10 @@ from diffshard.live_progress import LiveLine
 from diffshard.pipelines.course import Course
 from diffshard.pipelines.cutting import CutStep, UncutStep, cut_step
 from diffshard.pipelines.division_search import DivisionSearch
-from diffshard.pipelines.found_divisions import Entry
 from diffshard.pipelines.layer_bounds import LayerBounds
 from diffshard.pipelines.layer_chain import LayerChain, layer_chain
 from diffshard.pipelines.options import PipelineOptions, memory_limit_of, mesh_shape
+from diffshard.pipelines.solved_stages import Entry
 from diffshard.pipelines.stage_function import StageFunction
 from diffshard.pipelines.stage_search import StageLayout, stage_request
 from diffshard.pipelines.stage_variants import StageVariants
@@ -136,4 +136,10 @@ class StepSearch:
           cut: the step.
           copied: stages with arguments that their micro-batches read from a copy.
         """
-        return in_groups(staged_step(cut.parts, cut.cuts, copied))
+        staged = staged_step(cut.parts, cut.cuts, copied)
+        if any(spec is not None for spec in self.step.given):
+            counts = (1 if s is None else s.num_segments for s in cut.segments.arguments)
+            given = [spec for spec, count in zip(self.step.given, counts, strict=True) for _ in range(count)]
+            pairs = zip(staged.inputs, given, strict=True)
+            staged = replace(staged, given={key: spec for key, spec in pairs if spec is not None})
+        return in_groups(staged)

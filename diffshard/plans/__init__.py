@@ -1,5 +1,8 @@
 """Plans of shardings as data, and how they are shown and saved.
 
+>>> plan.certificate.gap  # how much less the best possible plan can take at most
+>>> warnings.simplefilter("ignore", diffshard.plans.WholeWorkWarning)
+
 `base.py` has the records of a plan. `text.py` is what `print(plan)` shows and `page.py` the HTML page; both take their
 facts from `summary.py`, which shows arguments and operations that are alike only once, with names from `patterns.py`.
 The page also shows the plan by `layers.py`, what is sent between them by `layer_flows.py`, its memory by `memory.py`,
@@ -9,3 +12,15 @@ beside the programs that XLA makes of them, and `lanes.py` what these do when.
 Plans of the bilevel search share what is of use to all plans: `documents.py` for JSON, `formats.py` for quantities and
 tables, `page_elements.py` for the parts of a page, `drawings.py` for curves and dots, `page_style.py` for the style.
 """
+
+from typing import TYPE_CHECKING
+
+from diffshard.public_names import lazy_names
+
+if TYPE_CHECKING:
+    from diffshard.plans.certificate import Certificate as Certificate
+    from diffshard.plans.comparison import Comparison as Comparison
+    from diffshard.plans.whole_work import WholeWorkWarning as WholeWorkWarning
+    from diffshard.sharding_search.planned_function import PlannedFunction as PlannedFunction
+
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from cost.base import Hardware
 from cost.number_ranges import Amount, AmountOrInf, AnyNumber, Count, FiniteNumber, Index, Limit, LowerBound
 from diffshard.plans.advice import Advice
+from diffshard.plans.certificate import Certified, History
 from diffshard.plans.comparison import Comparison
 from diffshard.plans.computing import PredictedComputing
 from diffshard.plans.residuals import Rematerialisation
@@ -289,7 +290,7 @@ LEAST_SHARE_AT_PEAK = 1e-3
 
 
 @dataclass(frozen=True)
-class PlanData:
+class PlanData(Certified):
     """How a function runs on a mesh, and the predictions for it.
 
     Attributes:
@@ -304,7 +305,6 @@ class PlanData:
       peak_bytes: predicted peak memory of a device.
       lower_bound_s: no plan in the search space is predicted to take less, on no mesh of `shapes`; 0 where another
         objective was searched for.
-      gap: (step_s - lower_bound_s) / step_s, or that of `objective`.
       status: how the search ended: "optimal", "finished", "time limit" or "interrupted".
       solver: name of the solver.
       search_s: seconds that tracing and searching took.
@@ -349,11 +349,10 @@ class PlanData:
     collectives: tuple[PredictedCollective, ...]
     peak_bytes: Amount
     lower_bound_s: LowerBound
-    gap: AmountOrInf
     status: str
     solver: str
     search_s: Amount
-    history: tuple[tuple[Amount, AnyNumber, AnyNumber], ...]
+    history: History
     notes: tuple[str, ...]
     static_argnums: tuple[Index, ...] = ()
     donate_argnums: tuple[Index, ...] = ()
@@ -381,6 +380,11 @@ class PlanData:
     def step_s(self) -> float:
         """Predicted seconds of one step."""
         return self.compute_s + sum(c.seconds for c in self.collectives)
+
+    @property
+    def gap(self) -> float:
+        """How much better the best possible plan can be, relative to this one: in seconds, or by `objective`."""
+        return super().gap if self.objective is None else self.objective.gap
 
     @property
     def whole_share(self) -> float:

@@ -5,12 +5,13 @@ checksum tells that; whatever else cannot be is named by the field in which it i
 have no checksum.
 """
 
+import dataclasses
 import json
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self, TypeVar, get_args
 
 from cost.base import Link
 from diffshard.base import PlanError
@@ -21,14 +22,17 @@ from diffshard.rare_collections import rare_collections
 SHARDING, BILEVEL, PIPELINE = "diffshard plan", "diffshard bilevel plan", "diffshard pipeline plan"
 TABLES, HARDWARE = "diffshard plan of embedding tables", "diffshard hardware"
 EXPERT_GROUPS, EXPERT_ASSIGNMENT = "diffshard plan of expert groups", "diffshard assignment of experts"
+PLACEMENT, BUDGET = "diffshard placement", "diffshard budget"
 _LOADED_BY = {
     SHARDING: "`diffshard.Plan.load`",
     BILEVEL: "`diffshard.BilevelPlan.load`",
     PIPELINE: "`diffshard.PipelinePlan.load`",
-    TABLES: "`diffshard.TablePlan.load`",
-    HARDWARE: "`diffshard.load_hardware`",
-    EXPERT_GROUPS: "`diffshard.GroupPlan.load`",
-    EXPERT_ASSIGNMENT: "`diffshard.ExpertAssignment.load`",
+    TABLES: "`diffshard.tables.TablePlan.load`",
+    HARDWARE: "`diffshard.hardware.load_hardware`",
+    EXPERT_GROUPS: "`diffshard.experts.GroupPlan.load`",
+    EXPERT_ASSIGNMENT: "`diffshard.experts.ExpertAssignment.load`",
+    PLACEMENT: "`diffshard.pipelines.Placement.load`",
+    BUDGET: "`diffshard.elastic.Budget.load`",
 }
 _CHECKSUM = "checksum"
 _NO_CONTENT = ("format", "version", _CHECKSUM)
@@ -98,15 +102,14 @@ def kind_of(document: Any) -> Any:
     return document.get("format") if isinstance(document, dict) else None
 
 
-def content(document: Any, name: str, kind: str, version: int, older: Sequence[int] = ()) -> dict[str, Any]:
+def content(document: Any, name: str, kind: str, version: int) -> dict[str, Any]:
     """Returns what a document holds beside its kind, version and checksum.
 
     Args:
       document: JSON values.
       name: where they come from, for errors.
       kind: the kind of plan that they must be.
-      version: the newest version that can be read, which is also the one that is written.
-      older: older versions that can still be read.
+      version: the version that is written, and the only one that can be read.
 
     Raises:
       PlanError: they are of another kind or version.
@@ -116,18 +119,15 @@ def content(document: Any, name: str, kind: str, version: int, older: Sequence[i
         raise PlanError(f"`{name}` is a {own_kind}, not a {kind}: load it with {_LOADED_BY[own_kind]}.")
     if own_kind != kind:
         raise PlanError(f"`{name}` is not a plan file of diffshard: its `format` is not {kind!r}.")
-    if type(document.get("version")) is not int or document["version"] not in (*older, version):
-        readable = " and ".join(map(str, (*older, version)))
+    if type(document.get("version")) is not int or document["version"] != version:
         raise PlanError(
-            f"`{name}` has the plan version {document.get('version')!r}; this diffshard reads version {readable}. "
+            f"`{name}` has the plan version {document.get('version')!r}; this diffshard reads version {version}. "
             "Update diffshard, or make the plan again."
         )
     return {key: value for key, value in document.items() if key not in _NO_CONTENT}
 
 
-def made_of(
-    document: Any, name: str, kind: str, version: int, make: Callable[..., _T], older: Sequence[int] = ()
-) -> _T:
+def made_of(document: Any, name: str, kind: str, version: int, make: Callable[[dict[str, Any]], _T]) -> _T:
     """Returns what is made of a document's content.
 
     Args:
@@ -135,26 +135,20 @@ def made_of(
       name: as in `content`.
       kind: as in `content`.
       version: as in `content`.
-      make: makes it of the content and the document's own version; raises one of `DAMAGE` where it cannot.
-      older: as in `content`.
+      make: makes it of the content; raises one of `DAMAGE` where it cannot.
 
     Raises:
       PlanError: as `content`; or the document is damaged.
     """
-    values = content(document, name, kind, version, older)
+    values = content(document, name, kind, version)
     try:
         with rare_collections():
-            made = make(values, document["version"])
+            made = make(values)
             check_checksum(document)
     except DAMAGE as error:
         reason = str(error) if isinstance(error, TypeError | ValueError) else f"{type(error).__name__}: {error}"
         raise PlanError(f"`{name}` is a damaged plan: {reason}.") from None
     return made
-
-
-def _as_they_are(values: dict[str, Any], version: int) -> dict[str, Any]:
-    del version
-    return values
 
 
 @dataclass(frozen=True)
@@ -164,23 +158,28 @@ class RecordFile:
     Attributes:
       kind: as in `content`.
       version: as in `content`.
-      check: raises `ValueError` where fields of a record do not fit each other; says what is wrong.
-      older: as in `content`.
-      upgrade: returns the values of a version as those of the newest one.
+      check: raises `ValueError` where fields of a record do not fit each other; says what is wrong. It is for records
+        whose class does not check its own fields.
       without: fields that are not saved.
+      needed: fields that a file must have, although the record has a default for them.
+      parts: of classes that are not written field by field, how their values are written as JSON values or records,
+        and read back from JSON values; by the annotation of the fields that have them.
     """
 
     kind: str
     version: int
-    check: Callable[[Any], None]
-    older: Sequence[int] = ()
-    upgrade: Callable[[dict[str, Any], int], dict[str, Any]] = _as_they_are
+    check: Callable[[Any], None] = lambda record: None
     without: Sequence[str] = ()
+    needed: Sequence[str] = ()
+    parts: Mapping[Any, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = field(default_factory=dict)
 
     def to_json(self, record: Any) -> dict[str, Any]:
         """Returns a record as JSON values."""
-        saved = {name: value for name, value in to_json_values(record).items() if name not in self.without}
-        return {"format": self.kind, "version": self.version, **saved}
+        writers = {kind: write for hint, (write, _) in self.parts.items() for kind in get_args(hint) or (hint,)}
+        is_tuple = isinstance(record, tuple)
+        names = getattr(record, "_fields", ()) if is_tuple else [item.name for item in dataclasses.fields(record)]
+        fields = {name: getattr(record, name) for name in names if name not in self.without}
+        return {"format": self.kind, "version": self.version, **to_json_values(fields, writers)}
 
     def from_json(self, document: Any, name: str, record: type[_T]) -> _T:
         """Returns a record of JSON values; fields that are not there have their defaults.
@@ -193,13 +192,16 @@ class RecordFile:
         Raises:
           PlanError: they are of another kind or version, or damaged.
         """
+        readers = {hint: read_part for hint, (_, read_part) in self.parts.items()}
 
-        def make(values: dict[str, Any], version: int) -> _T:
-            made: _T = from_json_values(record, self.upgrade(values, version), {Link: link_from_json})
+        def make(values: dict[str, Any]) -> _T:
+            if missing := [f"`{field}`" for field in self.needed if field not in values]:
+                raise ValueError(f"it has no {' and no '.join(missing)}")
+            made: _T = from_json_values(record, values, {Link: link_from_json, **readers})
             self.check(made)
             return made
 
-        return made_of(document, name, self.kind, self.version, make, self.older)
+        return made_of(document, name, self.kind, self.version, make)
 
     def save(self, record: Any, path: str | os.PathLike[str]) -> None:
         """Writes a record to a file, which is replaced whole or not at all.
@@ -212,3 +214,27 @@ class RecordFile:
     def load(self, path: str | os.PathLike[str], record: type[_T]) -> _T:
         """Reads a record back; raises as `read` and `from_json`."""
         return self.from_json(read(path), os.fspath(path), record)
+
+
+class Saved:
+    """A plan that has a file of a kind of its own, with its fields."""
+
+    _file: ClassVar[RecordFile]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON; the file is replaced whole or not at all.
+
+        Raises:
+          OSError: the file cannot be written.
+        """
+        self._file.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads a plan that `save` wrote.
+
+        Raises:
+          PlanError: the file is no such plan, is damaged, or is of another version.
+          OSError: the file cannot be read.
+        """
+        return cls._file.load(path, cls)

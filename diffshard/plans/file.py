@@ -19,9 +19,7 @@ from diffshard.plans.documents import SHARDING, made_of, read, write
 from diffshard.plans.json_values import MisfitError, from_json_values, link_from_json, to_json_values
 from search_spaces.partition_specs import NamedSpec
 
-VERSION = 2
-_OLDER_VERSIONS = (1,)
-_RENAMED_SINCE_1 = {"kept": "unreduced", "held": "value_specs"}  # fields of operations
+VERSION = 3
 _RECORDS = {"arguments": Tensor, "outputs": Tensor, "operations": Operation, "collectives": PredictedCollective}
 _NOT_SAVED = ("stored_in", "mesh", "structures")
 _PLACE = ("source", "scope")  # of an operation in the user's program
@@ -93,13 +91,7 @@ def from_json(
       PlanError: they are not a plan, are damaged, or are newer than this version; or the mesh has other axes; or there
         are other operations than places.
     """
-
-    def make(values: dict[str, Any], version: int) -> PlanT:
-        if version == 1:
-            values["operations"] = [_with_new_names(operation) for operation in values["operations"]]
-        return _plan_from_values(values, kind, mesh, places)
-
-    plan = made_of(document, name, SHARDING, VERSION, make, _OLDER_VERSIONS)
+    plan = made_of(document, name, SHARDING, VERSION, lambda values: _plan_from_values(values, kind, mesh, places))
     if mesh is not None and dict(mesh.shape) != dict(plan.mesh_axes):
         raise PlanError(f"`mesh` has the axes {dict(mesh.shape)}; the plan in `{name}` is for {dict(plan.mesh_axes)}.")
     return plan
@@ -112,10 +104,6 @@ def without_places(document: Mapping[str, Any]) -> dict[str, Any]:
     """
     distinct, order, _ = _distinct(document["operations"])
     return {**document, "operations": {"distinct": distinct, "order": order}}
-
-
-def _with_new_names(operation: Mapping[str, Any]) -> dict[str, Any]:
-    return {_RENAMED_SINCE_1.get(field, field): value for field, value in operation.items()}
 
 
 def _plan_from_values(

@@ -10,7 +10,7 @@ import inspect
 import math
 import reprlib
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, NewType, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -43,19 +43,28 @@ class MisfitError(TypeError):
         return MisfitError(self.rule, part, *self.place)
 
 
-def to_json_values(value: Any) -> Any:
-    """Returns records as JSON values. JSON has no numbers for infinity and NaN, so they are written as words."""
+def to_json_values(value: Any, writers: Mapping[type, Callable[[Any], Any]] | None = None) -> Any:
+    """Returns records as JSON values. JSON has no numbers for infinity and NaN, so they are written as words.
+
+    Args:
+      value: records, numbers, texts, and lists and mappings of them.
+      writers: functions that return other values as JSON values or records, by class.
+    """
+    for kind in type(value).__mro__ if writers else ():
+        if writers and kind in writers:
+            return to_json_values(writers[kind](value))
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if dataclasses.is_dataclass(value):
-        return {item.name: to_json_values(getattr(value, item.name)) for item in dataclasses.fields(value)}
+        return {item.name: to_json_values(getattr(value, item.name), writers) for item in dataclasses.fields(value)}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return {name: to_json_values(getattr(value, name)) for name in value._fields}  # pyright: ignore[reportAttributeAccessIssue]
+        fields: Any = value
+        return {name: to_json_values(getattr(value, name), writers) for name in fields._fields}
     if isinstance(value, Mapping):
-        return {str(k): to_json_values(v) for k, v in value.items()}
-    return [to_json_values(v) for v in value] if isinstance(value, list | tuple) else value
+        return {str(k): to_json_values(v, writers) for k, v in value.items()}
+    return [to_json_values(v, writers) for v in value] if isinstance(value, list | tuple) else value
 
 
 def from_json_values(hint: Any, value: Any, converters: Mapping[Any, Any] | None = None) -> Any:

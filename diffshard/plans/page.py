@@ -38,7 +38,6 @@ from diffshard.plans.summary import (
     collective_totals,
     dearest_operations,
     device_bytes,
-    has_bound,
     reason,
     verdict,
 )
@@ -129,7 +128,7 @@ def _cards(plan: PlanData) -> str:
     limit = plan.memory_limit_bytes
     share = "no limit" if math.isinf(limit) else f"{plan.peak_bytes / limit:.0%} of {format_bytes(limit)}"
     objective = plan.objective
-    is_proven = math.isfinite(objective.gap) if objective else has_bound(plan.lower_bound_s, plan.gap)
+    is_proven = math.isfinite(objective.gap) if objective else plan.certificate.has_bound
     bound = f"{objective.lower_bound:.6g} of {objective.name}" if objective else format_s(plan.lower_bound_s)
     searched = [(f"{objective.value:.6g}", f"{objective.name}, which was made small")] if objective else []
     return cards(

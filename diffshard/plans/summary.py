@@ -163,22 +163,12 @@ def type_bytes(array: str) -> int:
     return Tensor("", shape, dtype, ()).num_bytes
 
 
-def has_bound(lower_bound_s: float, gap: float) -> bool:
-    """Tells whether a search has proven a bound: 0 s is one only for a step that takes no time."""
-    return math.isfinite(lower_bound_s) and (lower_bound_s > 0 or gap <= 0)
-
-
 def objective_words(objective: PlannedObjective) -> str:
     """Returns a user's objective with its bound, as `energy_j 12.3, bound 12.1, gap 1.6%`."""
     if math.isinf(objective.lower_bound):
         return f"{objective.name} {objective.value:.6g}, no bound: it turned out not to be convex, or there was no time"
     gap = format_percent(objective.gap)
     return f"{objective.name} {objective.value:.6g}, bound {objective.lower_bound:.6g} if it is convex, gap {gap}"
-
-
-def bound_words(lower_bound_s: float, gap: float) -> str:
-    """Returns a bound and the gap to it, as `1.20 ms, gap 3%`; `none` where nothing was proven."""
-    return f"{format_s(lower_bound_s)}, gap {format_percent(gap)}" if has_bound(lower_bound_s, gap) else "none"
 
 
 def verdict(plan: PlanData) -> str:
@@ -192,7 +182,7 @@ def verdict(plan: PlanData) -> str:
         return objective_words(plan.objective)
     if plan.status == "optimal":
         return quality if plan.gap < 1e-8 else f"{quality} by more"
-    if not has_bound(plan.lower_bound_s, plan.gap):
+    if not plan.certificate.has_bound:
         return f"{quality}; no bound was reached"
     return f"{quality}, at most {format_percent(plan.gap)} of it could be saved"
 

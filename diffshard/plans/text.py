@@ -22,7 +22,6 @@ from diffshard.plans.residuals import Rematerialisation
 from diffshard.plans.summary import (
     AlikeOperations,
     alike_arguments,
-    bound_words,
     collective_totals,
     dearest_operations,
     device_bytes,
@@ -58,10 +57,9 @@ def format_plan(plan: PlanData) -> str:
 
 def format_in_line(plan: PlanData) -> str:
     """Returns a plan in one line, as errors and lists show it."""
-    bound = bound_words(plan.lower_bound_s, plan.gap)
     return (
         f"<{type(plan).__name__} of {short_name(plan.function)} on {format_axes(plan.mesh_axes)}: "
-        f"step {format_s(plan.step_s)}, memory {format_bytes(plan.peak_bytes)}, bound {bound}>"
+        f"step {format_s(plan.step_s)}, memory {format_bytes(plan.peak_bytes)}, bound {plan.certificate.bound_words}>"
     )
 
 
@@ -98,8 +96,7 @@ def _header(plan: PlanData) -> str:
     if plan.objective is not None:
         lines += wrapped(objective_words(plan.objective), "  searched ", " " * 11)
     else:
-        bound = bound_words(plan.lower_bound_s, plan.gap)
-        lines += wrapped(f"{bound}: {verdict(plan)}", "  bound    ", " " * 11)
+        lines += wrapped(f"{plan.certificate.bound_words}: {verdict(plan)}", "  bound    ", " " * 11)
     origin = ", taken from a store of plans" if plan.stored_in else ""
     search = f"{format_s(plan.search_s)}, solver {plan.solver}, {plan.status}{origin}"
     lines += wrapped(search, "  search   ", " " * 11)

@@ -3,9 +3,9 @@
 import math
 
 from diffshard.plans.base import PlanData, TriedShape
+from diffshard.plans.certificate import has_bound
 from diffshard.plans.formats import format_axes, format_count, format_s
 from diffshard.plans.page_elements import table
-from diffshard.plans.summary import has_bound
 from diffshard.plans.text_table import format_table
 
 MAX_LINES = 5

@@ -16,6 +16,7 @@ import numpy as np
 
 from cost.base import Hardware, Link
 from cost.lines import least_s
+from cost.number_ranges import Amount, Index
 from search_spaces.partition_specs import IndexedSpec
 
 
@@ -40,9 +41,9 @@ class Move(NamedTuple):
       num_arrays: arrays of which something has to be sent.
     """
 
-    seconds: float
-    num_bytes: float
-    num_arrays: int
+    seconds: Amount
+    num_bytes: Amount
+    num_arrays: Index
 
 
 class MovedBytes(NamedTuple):

@@ -29,7 +29,7 @@ Region = tuple[tuple[int, int], ...]
 def reshard(tree: Any, from_plan: Plan, to_plan: Plan, *, argument: str | None = None, cast: bool = False) -> Any:
     """Moves arrays from the devices of one plan to where another plan wants them; returns them.
 
-    >>> weights = diffshard.reshard(state.params, training_plan, generation_plan, cast=True)
+    >>> weights = diffshard.elastic.reshard(state.params, training_plan, generation_plan, cast=True)
 
     The meshes may have other shapes, and be of the same devices, of others or of some of them. The arrays stay where
     they were, too, until nothing refers to them.

@@ -149,7 +149,8 @@ def _of_float8(request: PlanRequest, plan: Plan, choice: Choice) -> Iterator[Adv
     products = [vertex.index for vertex in space.graph.vertices if takes_float8(vertex)]
     gains = gains_s(space.with_float8(dict.fromkeys(products, 0.0)), choice).values()
     seconds = min(sum(gain for gain in gains if gain > 0), plan.step_s)
-    words = "round products to float8 (`formats=diffshard.Formats(...)`) as far as the loss allows, split as they are"
+    option = "`formats=diffshard.formats.Formats(...)`"
+    words = f"round products to float8 ({option}) as far as the loss allows, split as they are"
     yield _faster(plan, "at most", seconds, words)
 
 

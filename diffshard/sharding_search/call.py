@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from diffshard.pipelines.staged_array import StagedArray
 from diffshard.plans.base import LogicalAxes
 from diffshard.sharding_search.logical_axes import logical_axes_of, spec_by_rules
 from diffshard.sharding_search.options import Options, names_by_position
+from diffshard.staged_array import StagedArray
 from search_spaces.sharding.given import carried_spec, given_specs
 
 ArrayType = tuple[tuple[int, ...], str, bool]
@@ -118,7 +118,7 @@ def split(tree: Any) -> tuple[list[Any], Structure]:
     """
     entries, treedef = jax.tree_util.tree_flatten_with_path(tree)
     arrays, constants = [], []
-    for i, ((path, leaf), is_array) in enumerate(zip(entries, _are_arrays(tree), strict=True)):
+    for i, ((path, leaf), is_array) in enumerate(zip(entries, are_arrays(tree), strict=True)):
         if is_array:
             arrays.append(leaf)
             continue
@@ -141,7 +141,7 @@ def abstract_split(tree: Any) -> tuple[list[jax.ShapeDtypeStruct], Structure]:
 
 def array_paths(name: str, tree: Any) -> tuple[str, ...]:
     """Returns the path of each array of a pytree that has a name."""
-    entries = zip(jax.tree_util.tree_leaves_with_path(tree), _are_arrays(tree), strict=True)
+    entries = zip(jax.tree_util.tree_leaves_with_path(tree), are_arrays(tree), strict=True)
     return tuple(f"{name}{jax.tree_util.keystr(path)}" for (path, _), is_array in entries if is_array)
 
 
@@ -255,11 +255,11 @@ def _leaves_of(number: int, argument: Any) -> list[_Leaf]:
     entries = jax.tree_util.tree_leaves_with_path(argument)
     return [
         _Leaf(number, path, leaf, is_array, axes)
-        for (path, leaf), is_array, axes in zip(entries, _are_arrays(argument), logical_axes_of(argument), strict=True)
+        for (path, leaf), is_array, axes in zip(entries, are_arrays(argument), logical_axes_of(argument), strict=True)
     ]
 
 
-def _are_arrays(tree: Any) -> list[bool]:
+def are_arrays(tree: Any) -> list[bool]:
     """Tells of each leaf whether it is an array."""
     equinox = sys.modules.get("equinox")  # there are such modules only where it is imported
     if equinox is None:

@@ -30,7 +30,7 @@ def facts_of(options: Options, traced_function: TracedFunction) -> dict[str, str
         **{f"`hardware.{name}`": json.dumps(value, sort_keys=True) for name, value in hardware.items()},
         "`memory_limit_bytes`": f"{options.memory_limit_bytes!r}",
         "`solver`": value_text(options.solver),
-        "`key`": _key_text(options.key),
+        "`key`": key_text(options.key),
         "`executor`": value_text(options.executor),
         "`static_argnums`": value_text((options.static_argnums, options.static_argnames)),
         "`donate_argnums`": value_text((options.donate_argnums, options.donate_argnames)),
@@ -119,7 +119,8 @@ def versions() -> dict[str, str]:
     return {"the version of diffshard": diffshard.__version__, "the version of JAX": jax.__version__}
 
 
-def _key_text(key: jax.Array | int | None) -> str:
+def key_text(key: jax.Array | int | None) -> str:
+    """Returns a random key or seed as text."""
     if key is None or isinstance(key, int):
         return repr(key)
     is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)

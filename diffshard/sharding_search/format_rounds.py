@@ -224,7 +224,6 @@ def _with_formats(
     assert formats is not None
     plan, increases = found.plan, best.increases
     bound_s = min(max(found.bound_s, 0.0), plan.step_s)
-    gap = (plan.step_s - bound_s) / plan.step_s if plan.step_s else 0.0
     offered = [group for group in groups if group.name in increases]
     timeline = plan.timeline
     if timeline is not None:  # the bound of the space with the chosen formats is none of other formats
@@ -241,8 +240,8 @@ def _with_formats(
             for t in trials
         ),
     )
-    status = "finished" if gap > OPTIMAL_GAP and plan.status == "optimal" else plan.status
-    return replace(plan, lower_bound_s=bound_s, gap=gap, status=status, timeline=timeline, formats=planned)
+    plan = replace(plan, lower_bound_s=bound_s, timeline=timeline, formats=planned)
+    return replace(plan, status="finished") if plan.gap > OPTIMAL_GAP and plan.status == "optimal" else plan
 
 
 def _rows(

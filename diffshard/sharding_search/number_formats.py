@@ -27,7 +27,7 @@ _NO_MODULES = {"", "rematted_computation", "checkpoint", "while", "body", "close
 class Formats:
     """How far number formats may raise the loss of a training, and what that is measured by.
 
-    >>> formats = diffshard.Formats(0.005, calls=[(state, batch) for batch in batches])
+    >>> formats = diffshard.formats.Formats(0.005, calls=[(state, batch) for batch in batches])
     >>> step = diffshard.search(train_step, mesh, formats=formats)
 
     Attributes:
@@ -93,7 +93,7 @@ def check_formats(formats: Any, hardware: Hardware) -> None:
     if formats is None:
         return
     if not isinstance(formats, Formats):
-        raise TypeError(f"`formats` must be a diffshard.Formats or None, not {type(formats).__name__}.")
+        raise TypeError(f"`formats` must be a diffshard.formats.Formats or None, not {type(formats).__name__}.")
     for name in ("max_loss_increase", "factor"):
         if not is_positive(getattr(formats, name)) or np.isinf(getattr(formats, name)):
             raise ValueError(f"`Formats.{name}` must be a positive number, not {getattr(formats, name)!r}.")

@@ -7,7 +7,7 @@ roundings of its own, the function runs once more on arguments that are off by o
 the function amplifies rounding.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,10 +20,11 @@ from jax.sharding import Mesh
 
 from diffshard.base import NumbersError, PlanError
 from diffshard.plans.base import PlanData
-from diffshard.processes import processes_of
+from diffshard.processes import Processes, processes_of
 from diffshard.sharding_search.call import is_random_key
 from diffshard.sharding_search.executors import flat_function
 from diffshard.sharding_search.tracing import TracedFunction
+from diffshard.staged_array import StagedArray
 from search_spaces.sharding.explaining import sources_of
 from search_spaces.sharding.given import is_constrained
 from search_spaces.sharding.graph import Vertex
@@ -34,6 +35,110 @@ _ROUNDINGS = 4
 """Roundings of a result's largest magnitude by which it may differ in any case: sums of few terms differ by less."""
 _NOISE_FACTOR = 10
 """How many times what one rounding of the arguments changes a result may differ: each operation adds roundings."""
+
+
+FAULT = "a fault of diffshard, not of the function"
+"""Whose fault a difference between a program of diffshard and one device is."""
+
+
+@dataclass(frozen=True)
+class TwoRuns:
+    """A function of flat arrays that runs in one way, and another way that its results are held against.
+
+    Args:
+      way: how it runs, as in "`executor` "program"".
+      reference: what it is held against, as in "one device".
+      refer: runs it in that other way, and donates nothing.
+      fault: whose fault a difference is.
+      paths: a name for each result.
+      epsilon: one rounding of the coarsest type in the function, relative.
+      processes: those that run it.
+    """
+
+    way: str
+    reference: str
+    refer: Callable[[Sequence[Any]], list[Any]]
+    fault: str
+    paths: Sequence[str]
+    epsilon: float
+    processes: Processes
+
+    def results(self, run: Callable[..., Any], donated: Sequence[int], arrays: Sequence[Any]) -> list[Any]:
+        """Runs the function in both ways, and returns its own flat results.
+
+        Donated arrays are given up once the results are found to be right, and not before.
+
+        Args:
+          run: the function of flat arrays.
+          donated: positions of the arrays whose memory it may use.
+          arrays: the flat arguments, where the plan wants them.
+
+        Raises:
+          NumbersError: a result differs by more than rounding; has both numbers and the name of the result.
+          PlanError: the call is under another transformation, where there are no numbers.
+        """
+        if any(isinstance(array, Tracer) for array in arrays):
+            raise PlanError(
+                f"By {self.way} the first call is held against {self.reference}, and under "
+                'another transformation there are no numbers. Take `executor="program"` without `check`, or call the '
+                "function once with arrays before."
+            )
+        expected = self.refer(arrays)
+        copies = [_copied(array) if i in donated else array for i, array in enumerate(arrays)]
+        results = list(run(*copies))
+        worst = self._worst(expected, results)
+        if any(difference.is_large for difference in worst):
+            noise = self._worst(expected, self.refer(self._nudged(arrays)))
+            self._check([d for d, n in zip(worst, noise, strict=True) if d.is_above(n)])
+        for array, copy in zip(arrays, copies, strict=True):
+            for part, copied in zip(parts_of(array), parts_of(copy), strict=True):
+                if copied is not part and copied.is_deleted():
+                    part.delete()
+        return results
+
+    def _nudged(self, arrays: Sequence[Any]) -> list[Any]:
+        """Returns arrays whose numbers are off by a rounding of the coarsest type in the function, up or down."""
+        epsilon = self.epsilon
+
+        def nudged(array: Any) -> Any:
+            is_up = (jnp.arange(array.size) * 40503 >> 4) % 2 == 0  # a fixed pattern whose period is no dimension
+            return array * (1 + jnp.where(is_up, epsilon, -epsilon).reshape(array.shape))
+
+        def of(array: Any) -> Any:
+            array = as_one_array(array)
+            if not _is_inexact(jnp.result_type(array)):
+                return array
+            is_placed = _is_array(array) and array.committed
+            return jax.jit(nudged, out_shardings=array.sharding if is_placed else None)(array)
+
+        return list(map(of, arrays))
+
+    def _worst(self, expected: Sequence[Any], results: Sequence[Any]) -> list["_Difference"]:
+        """Returns the largest difference of each result, over the devices of all processes."""
+        triples = zip(self.paths, expected, results, strict=True)
+
+        def own() -> list[list[_Difference]]:
+            with _without_context_mesh():
+                return [list(_differences(path, *map(_numbers, pair))) for path, *pair in triples]
+
+        everywhere = self.processes.gathered("compare numbers", own)
+        found = [[_Difference(*d) for process in everywhere for d in process[i]] for i in range(len(results))]
+        scales = [max((d.scale for d in differences), default=0.0) for differences in found]
+        return [
+            max(differences, default=_Difference(), key=lambda d: d.distance)._replace(scale=scale)
+            for differences, scale in zip(found, scales, strict=True)
+        ]
+
+    def _check(self, large: Sequence["_Difference"]) -> None:
+        """Raises `NumbersError` if there are differences that rounding does not explain."""
+        if not large:
+            return
+        worst = max(large, key=lambda d: d.distance / d.scale if d.scale else float("inf"))
+        more = f", and {len(large) - 1} more results differ" * (len(large) > 1)
+        raise NumbersError(
+            f"`{worst.where}` is {worst.actual} by {self.way}, and {worst.expected} by {self.reference}: more than "
+            f"rounding explains{more}. This is {self.fault}."
+        )
 
 
 @dataclass(frozen=True)
@@ -74,37 +179,21 @@ class NumbersCheck:
         return "one device" if self.plan.executor == "program" else "the program for each device"
 
     def results(self, run: Callable[..., Any], donated: Sequence[int], arrays: Sequence[Any]) -> list[Any]:
-        """Runs the function in both ways, and returns its own flat results.
+        """Runs the function in both ways, and returns its own flat results; arguments and errors as `TwoRuns.results`.
 
-        Donated arrays are given up once the results are found to be right, and not before.
-
-        Args:
-          run: the planned function of flat arrays under `jax.jit`.
-          donated: positions of the arrays whose memory it may use.
-          arrays: the flat arguments, where the plan wants them.
-
-        Raises:
-          NumbersError: a result differs by more than rounding; has both numbers and the name of the result.
-          PlanError: the call is under another transformation, where there are no numbers.
+        Here `run` is the planned function of flat arrays under `jax.jit`.
         """
-        if any(isinstance(array, Tracer) for array in arrays):
-            raise PlanError(
-                f'By `executor` "{self.plan.executor}" the first call is held against {self.reference}, and under '
-                'another transformation there are no numbers. Take `executor="program"` without `check`, or call the '
-                "function once with arrays before."
-            )
-        refer = self._reference()
-        expected = refer(arrays)
-        copies = [array.copy() if i in donated and _is_array(array) else array for i, array in enumerate(arrays)]
-        results = list(run(*copies))
-        worst = self._worst(expected, results)
-        if any(difference.is_large for difference in worst):
-            noise = self._worst(expected, refer(self._nudged(arrays)))
-            self._check([d for d, n in zip(worst, noise, strict=True) if d.is_above(n)])
-        for array, copy in zip(arrays, copies, strict=True):
-            if copy is not array and copy.is_deleted():
-                array.delete()
-        return results
+        executor, types = self.plan.executor, {value.dtype for value in self.space.graph.values}
+        two_runs = TwoRuns(
+            way=f'`executor` "{executor}"',
+            reference=self.reference,
+            refer=self._reference(),
+            fault=FAULT if executor == "program" else 'a fault of XLA\'s partitioner; take `executor="program"`',
+            paths=[tensor.path for tensor in self.plan.outputs],
+            epsilon=coarsest_epsilon(types),
+            processes=processes_of(self.mesh),
+        )
+        return two_runs.results(run, donated, arrays)
 
     def _refuse(self, vertices: Sequence[Vertex], why: str) -> None:
         for name, sources in sources_of(vertices):
@@ -116,67 +205,11 @@ class NumbersCheck:
     def _reference(self) -> Callable[[Sequence[Any]], list[Any]]:
         """Returns the function as it runs the other way; nothing is donated."""
         if self.plan.executor == "program":
-            device = self.mesh.devices.flat[0]
-            on_one_device = jax.jit(core.jaxpr_as_fun(self.traced_function.jaxpr))
-
-            def refer(arrays: Sequence[Any]) -> list[Any]:
-                with _without_context_mesh():
-                    return list(on_one_device(*jax.device_put(list(arrays), device)))
-
-            return refer
+            return on_one_device(core.jaxpr_as_fun(self.traced_function.jaxpr), self.mesh.devices.flat[0])
         program = replace(self.plan, executor="program")
         flat = flat_function(program, self.traced_function, self.space, self.mesh)
         jitted = flat._replace(donate_argnums=()).jit("reference")
         return lambda arrays: list(jitted(*arrays))
-
-    def _nudged(self, arrays: Sequence[Any]) -> list[Any]:
-        """Returns arrays whose numbers are off by a rounding of the coarsest type in the function, up or down."""
-        types = {value.dtype for value in self.space.graph.values if value.dtype is not None}
-        epsilons = [float(jnp.finfo(t).eps) for t in types if _is_inexact(t)]
-        epsilon = max(epsilons, default=0.0)
-
-        def nudged(array: Any) -> Any:
-            is_up = (jnp.arange(array.size) * 40503 >> 4) % 2 == 0  # a fixed pattern whose period is no dimension
-            return array * (1 + jnp.where(is_up, epsilon, -epsilon).reshape(array.shape))
-
-        def of(array: Any) -> Any:
-            if not _is_inexact(jnp.result_type(array)):
-                return array
-            is_placed = _is_array(array) and array.committed
-            return jax.jit(nudged, out_shardings=array.sharding if is_placed else None)(array)
-
-        return list(map(of, arrays))
-
-    def _worst(self, expected: Sequence[Any], results: Sequence[Any]) -> list["_Difference"]:
-        """Returns the largest difference of each result, over the devices of all processes."""
-        processes = processes_of(self.mesh)
-        triples = zip(self.plan.outputs, expected, results, strict=True)
-
-        def own() -> list[list[_Difference]]:
-            with _without_context_mesh():
-                return [list(_differences(tensor.path, *map(_numbers, pair))) for tensor, *pair in triples]
-
-        everywhere = processes.gathered("compare numbers", own)
-        found = [[_Difference(*d) for process in everywhere for d in process[i]] for i in range(len(results))]
-        scales = [max((d.scale for d in differences), default=0.0) for differences in found]
-        return [
-            max(differences, default=_Difference(), key=lambda d: d.distance)._replace(scale=scale)
-            for differences, scale in zip(found, scales, strict=True)
-        ]
-
-    def _check(self, large: Sequence["_Difference"]) -> None:
-        """Raises `NumbersError` if there are differences that rounding does not explain."""
-        if not large:
-            return
-        worst = max(large, key=lambda d: d.distance / d.scale if d.scale else float("inf"))
-        whose = "a fault of diffshard, not of the function" if self.plan.executor == "program" else (
-            "a fault of XLA's partitioner; take `executor=\"program\"`"
-        )  # fmt: skip
-        more = f", and {len(large) - 1} more results differ" * (len(large) > 1)
-        raise NumbersError(
-            f'`{worst.where}` is {worst.actual} by `executor` "{self.plan.executor}", and {worst.expected} by '
-            f"{self.reference}: more than rounding explains{more}. This is {whose}."
-        )
 
 
 class _Difference(NamedTuple):
@@ -241,12 +274,46 @@ def _compared(expected: jax.Array, actual: jax.Array) -> tuple[Any, Any, Any, An
     return distance, scale, at, (expected.ravel()[at], actual.ravel()[at])
 
 
+def on_one_device(function: Callable[..., Sequence[Any]], device: Any) -> Callable[[Sequence[Any]], list[Any]]:
+    """Returns a function of flat arrays as it runs on one device."""
+    jitted = jax.jit(function)
+
+    def refer(arrays: Sequence[Any]) -> list[Any]:
+        with _without_context_mesh():
+            return list(jitted(*jax.device_put(list(map(as_one_array, arrays)), device)))
+
+    return refer
+
+
+def coarsest_epsilon(types: Iterable[Any]) -> float:
+    """Returns one rounding of the coarsest type of some, relative; 0 where none is inexact."""
+    return max((float(jnp.finfo(t).eps) for t in types if t is not None and _is_inexact(t)), default=0.0)
+
+
+def as_one_array(array: Any) -> Any:
+    """Returns an array that several stages of a pipeline have parts of as one array; others as they are."""
+    return np.asarray(array) if isinstance(array, StagedArray) else array
+
+
+def parts_of(array: Any) -> list[Any]:
+    """Returns the parts of an array that several stages have; of another one itself."""
+    return array.parts if isinstance(array, StagedArray) else [array]
+
+
+def _copied(array: Any) -> Any:
+    if isinstance(array, StagedArray):
+        return StagedArray([part.copy() for part in array.parts], array.dim)
+    return array.copy() if _is_array(array) else array
+
+
 def _without_context_mesh() -> Any:
     """Lets arrays of single devices be computed with where the user has set a mesh."""
     return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
 
 
 def _numbers(array: Any) -> Any:
+    if isinstance(array, StagedArray):
+        array = jnp.asarray(as_one_array(array))
     return jax.random.key_data(array) if is_random_key(array) else array
 
 

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 _BY_SECONDS = "compares plans by the seconds of a step, which an objective replaces"
-_OPEN_MESHES = "a pipeline chooses the meshes of its stages, so that nothing can name their axes before"
 
 
 class RefusedPair(NamedTuple):
@@ -36,14 +35,7 @@ REFUSED_PAIRS = (
     RefusedPair("formats", 'executor="constraints"', "only programs round the operands of products"),
     RefusedPair("formats", 'executor="propagation"', "only programs round the operands of products"),
     RefusedPair("formats", "objective", f"a limit on the loss {_BY_SECONDS}"),
-    RefusedPair("pipeline", "in_shardings", _OPEN_MESHES),
-    RefusedPair("pipeline", "logical_axis_rules", _OPEN_MESHES),
-    RefusedPair("pipeline", "key", "its stages are solved with one seed, the default one"),
-    RefusedPair("pipeline", "executor", "each of its stages takes the executor that is the default for it"),
-    RefusedPair("pipeline", "check", "it has several programs, which no check takes together yet"),
-    RefusedPair("pipeline", "target", 'it is for `check="compile"`, which a pipeline does not have'),
-    RefusedPair("pipeline", "start", "the plan of a pipeline does not have the shardings of its stages; use `cache`"),
-    RefusedPair("pipeline", "remat", "`Pipeline(residuals=...)` says what its stages compute again"),
+    RefusedPair("pipeline", 'executor="propagation"', "a stage has nothing that its numbers can be held against"),
 )
 
 
@@ -51,11 +43,13 @@ def check_pairs(given: Mapping[str, Any]) -> None:
     """Raises `ValueError` if two options are given that do not go together; the error names both, and says why.
 
     Args:
-      given: options of `search` by name; None and empty ones are not given. Of options with values that are refused
-        alone, such as `check`, the value can be part of the name.
+      given: options of `search` by name; None and empty ones are not given.
     """
     empty = {name for name, value in given.items() if isinstance(value, tuple | list | np.ndarray) and not len(value)}
     names = {name for name, value in given.items() if value is not None} - empty
+    for name in list(names):  # some values are refused alone, as in `check="compile"`
+        values = given[name] if isinstance(given[name], tuple | list) else (given[name],)
+        names |= {f'{name}="{value}"' for value in values if isinstance(value, str)}
     for one, other, reason in REFUSED_PAIRS:
         if {one, other} <= names:
             raise ValueError(f"`{one}` cannot be given together with `{other}`: {reason}.")

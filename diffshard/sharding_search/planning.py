@@ -248,7 +248,6 @@ def make_plan(request: PlanRequest, solution: Solution) -> Plan:
         ),
         peak_bytes=summary.peak_bytes,
         lower_bound_s=lower_bound_s,
-        gap=objective.gap if objective else (predicted_s - lower_bound_s) / predicted_s if predicted_s else 0.0,
         status=solution.status,
         solver=solver if isinstance(solver, str) else getattr(solver, "__name__", "function"),
         search_s=time.perf_counter() - start_s,

@@ -7,7 +7,7 @@ from diffshard.checks.achievable_rates import BETWEEN_HOSTS as BETWEEN_HOSTS_NAM
 from diffshard.checks.achievable_rates import INSIDE_HOST as INSIDE_HOST_NAME
 from diffshard.checks.spans import COMPUTE, Span
 from diffshard.checks.timeline import Timeline
-from diffshard.comparison.timeline_lanes import lanes_of
+from diffshard.checks.timeline_lanes import lanes_of
 from diffshard.plans.timeline import PredictedTimeline, PredictedWait
 from search_spaces.sharding.base import Layout
 from search_spaces.sharding.program_steps import BETWEEN_HOSTS, INSIDE_HOST, ProgramSteps

@@ -121,7 +121,6 @@ class _Search:
         return replace(
             plan,
             lower_bound_s=bound_s,
-            gap=(plan.step_s - bound_s) / plan.step_s if plan.step_s else 0.0,
             status=plan.status if plan.step_s <= (1 + 1e-7) * bound_s or plan.status != "optimal" else "finished",
             search_s=time.perf_counter() - request.start_s,
             function_digest=function_digest(request.traced_function),

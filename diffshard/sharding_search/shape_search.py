@@ -117,8 +117,7 @@ def _with_all_shapes(plan: Plan, shapes: OuterSearch[Plan]) -> Plan:
     bound_s = min(plan.step_s, shapes.lower_bound)
     tried = [TriedShape(t.name, t.cost, t.lower_bound, t.search_s, t.status) for t in shapes.tried]
     tried.sort(key=lambda s: (s.step_s is None, s.step_s or 0.0, s.lower_bound_s))
-    gap = (plan.step_s - bound_s) / plan.step_s if plan.step_s else 0.0
-    return replace(plan, lower_bound_s=bound_s, gap=gap, shapes=tuple(tried))
+    return replace(plan, lower_bound_s=bound_s, shapes=tuple(tried))
 
 
 def _with_all_values(plan: Plan, objective: PlannedObjective, shapes: OuterSearch[Plan]) -> Plan:
@@ -129,7 +128,7 @@ def _with_all_values(plan: Plan, objective: PlannedObjective, shapes: OuterSearc
         tried.append(TriedShape(one.name, None, 0.0, one.search_s, one.status, value))
     tried.sort(key=lambda s: math.inf if s.objective is None else s.objective.value)
     objective = replace(objective, lower_bound=min(objective.value, shapes.lower_bound))
-    return replace(plan, objective=objective, gap=objective.gap, shapes=tuple(tried))
+    return replace(plan, objective=objective, shapes=tuple(tried))
 
 
 def _progress(shapes: OuterSearch[Plan], tell: Progress | None, least_s: float, *, is_last: bool) -> Progress | None:

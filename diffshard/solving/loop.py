@@ -94,7 +94,7 @@ def proposals(
         return
     proposed = solver(reduction.problem, time_limit_s=deadline.remaining_s(), key=key)
     if not isinstance(proposed, Iterable):
-        raise TypeError(f"`solver` must be a generator of diffshard.Proposal, but it returned {proposed!r}.")
+        raise TypeError(f"`solver` must be a generator of diffshard.solvers.Proposal, but it returned {proposed!r}.")
     for proposal in proposed:
         yield best.offer(reduction, proposal)
 
@@ -179,7 +179,7 @@ class Best:
 
 def _check_proposal(proposal: Any, num_nodes: int) -> None:
     if not isinstance(proposal, Proposal):
-        raise TypeError(f"`solver` must yield diffshard.Proposal(choice, lower_bound), not {proposal!r}.")
+        raise TypeError(f"`solver` must yield diffshard.solvers.Proposal(choice, lower_bound), not {proposal!r}.")
     if proposal.choice is None:
         return
     choice = np.asarray(proposal.choice)

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from diffshard.base import Solution
-from diffshard.embedding_tables.solving import solve_space
 from diffshard.solving.solve import solve
+from diffshard.tables.solving import solve_space
 from experiments.embedding_tables import tasks
 from experiments.embedding_tables.baselines import SCORES, beam_s, greedy_s, random_s
 from experiments.tables import print_table

@@ -1,7 +1,7 @@
 """Learned costs of embedding tables: measured placements beside predicted ones, and searches with one learned cost.
 
     python -m experiments.embedding_tables.learned [--placements 6] [--tasks 10]
-    python -m experiments.embedding_tables.learned --learn diffshard/embedding_tables/host_tables.npz
+    python -m experiments.embedding_tables.learned --learn diffshard/tables/host_tables.npz
 
 The first command measures placements on 4 host devices, none of which a cost was learned from. The second one learns.
 """
@@ -23,11 +23,11 @@ from scipy.stats import kendalltau
 
 from cost.base import Hardware
 from cost.embedding_tables import step_s
-from diffshard.embedding_tables import learned_annealing
-from diffshard.embedding_tables.learned_cost import LearnedTableCost, device_sums
-from diffshard.embedding_tables.learning import host_table_cost, learn_table_cost
-from diffshard.embedding_tables.measurements import MeasuredSeconds, device_seconds, exchange_seconds
-from diffshard.embedding_tables.search import solve_space
+from diffshard.tables import learned_annealing
+from diffshard.tables.learned_cost import LearnedTableCost, device_sums
+from diffshard.tables.learning import host_table_cost, learn_table_cost
+from diffshard.tables.measurements import MeasuredSeconds, device_seconds, exchange_seconds
+from diffshard.tables.search import solve_space
 from experiments.embedding_tables import tasks
 from experiments.embedding_tables.__main__ import ColumnsOnlySpace
 from experiments.embedding_tables.baselines import beam_placed

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from diffshard.embedding_tables.learned_cost import LearnedTableCost
+from diffshard.tables.learned_cost import LearnedTableCost
 from experiments.embedding_tables.baselines import Part, Placed, Prices
 from search_spaces.embedding_tables.base import EmbeddingTable, Piece, TableDevices
 from search_spaces.embedding_tables.features import piece_features

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from diffshard.embedding_tables.solving import solve_space
+from diffshard.tables.solving import solve_space
 from experiments.embedding_tables import tasks
 from experiments.embedding_tables.baselines import SCORES, Placed, beam, greedy
 from search_spaces.embedding_tables.base import DecodedTables

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from cost.presets import preset
-from diffshard.embedding_tables.search import exchange_s_per_byte
+from diffshard.tables.search import exchange_s_per_byte
 from search_spaces.embedding_tables.base import EmbeddingTable, TableDevices
 from search_spaces.embedding_tables.prices import piece_bytes
 

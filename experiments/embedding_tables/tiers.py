@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from diffshard.base import InfeasibleError
-from diffshard.embedding_tables.search import shard_tables
+from diffshard.tables.search import shard_tables
 from experiments.embedding_tables import tasks
 from experiments.tables import print_table
 from search_spaces.embedding_tables.base import EVERY_DEVICE, HOST, EmbeddingTable

@@ -78,7 +78,7 @@ class FunctionRuns:
         print_table("Random functions by every executor against one device", ("mesh", "executor", *verdicts), cells)
 
 
-def _search(function: RandomFunction, mesh: Mesh) -> diffshard.PlannedFunction[diffshard.Plan]:
+def _search(function: RandomFunction, mesh: Mesh) -> diffshard.plans.PlannedFunction[diffshard.Plan]:
     rng = np.random.default_rng(function.seed)
     links = {axis: diffshard.Link(1e-9, 1e-7) for axis in mesh.shape}
     return diffshard.search(

@@ -25,7 +25,7 @@ class PlacedExperts(nn.Module):
       capacity_factor: as for `ExpertLayout.apply`.
     """
 
-    layout: diffshard.ExpertLayout
+    layout: diffshard.experts.ExpertLayout
     hidden: int
     capacity_factor: float = 2.0
 
@@ -54,7 +54,7 @@ def feed_forward(params: Any, tokens: jax.Array) -> jax.Array:
 class Network(nn.Module):
     """Two dense layers around experts, `[T, M] -> [T, M]`."""
 
-    layout: diffshard.ExpertLayout
+    layout: diffshard.experts.ExpertLayout
     hidden: int
     capacity_factor: float = 2.0
 
@@ -93,7 +93,7 @@ class Training(NamedTuple):
 
 
 def training(
-    layout: diffshard.ExpertLayout,
+    layout: diffshard.experts.ExpertLayout,
     hidden: int,
     optimizer: optax.GradientTransformation,
     *,

@@ -86,7 +86,7 @@ def announcement(parts: Sequence[Part], settings: Settings, output: Path, limit_
     return "\n".join(
         [
             f"This measures on {devices}, one part after the other, each in a process of its own:",
-            f"  1. products of {size} x {size}, memory and links (`diffshard.calibrate`), and products by shape",
+            f"  1. products of {size} x {size}, memory and links (`calibrate`), and products by shape",
             f"  2. {len(runs)} runs of a training step, in {settings.rounds} rounds of {settings.steps} steps each",
             f"     models: {', '.join(models)}",
             f"     plans: {', '.join(plans)}",

@@ -59,7 +59,7 @@ class Settings:
       mesh: such as "2x4"; empty for up to four devices along the inner axis.
       host_devices: emulated devices of this machine's processor in place of JAX's devices; 0 for none.
       size: "full" for models as wide as real ones, "small" for tests.
-      matrix_size, largest_bytes, repeats: as in `diffshard.calibrate`.
+      matrix_size, largest_bytes, repeats: as in `diffshard.hardware.calibrate`.
       rounds, steps: each round is the mean of so many steps.
       search_s: the solver's time limit.
       traces: a folder for the profiler's traces; empty for none.
@@ -104,7 +104,7 @@ def hardware(settings: Settings) -> MeasuredHardware:
     preset = None
     with contextlib.suppress(ValueError):  # devices without a preset
         preset = hardware_of(mesh)
-    calibrated = diffshard.calibrate(
+    calibrated = diffshard.hardware.calibrate(
         mesh, matrix_size=settings.matrix_size, largest_bytes=settings.largest_bytes, repeats=settings.repeats
     )
     return MeasuredHardware(calibrated, preset)

@@ -46,7 +46,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class MeasuredHardware:
-    """What `diffshard.calibrate` measured, and the preset of the same devices.
+    """What `diffshard.hardware.calibrate` measured, and the preset of the same devices.
 
     Attributes:
       calibrated: rates, and a link for each axis of the mesh.

@@ -21,7 +21,7 @@ import diffshard
 from cost.pipeline_schedules import Schedule
 from cost.pipeline_steps import overlapped_lower_bound_s, pipeline_step
 from cost.pipeline_times import StageTimes
-from diffshard.pipelines.plans.timing import simulated
+from diffshard.pipelines.plans.consistency import simulated
 from experiments.tables import print_table
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "eager", "2bw")
@@ -90,9 +90,9 @@ def validation_losses(
         state, _ = jax.lax.scan(
             lambda state, key: step(state, batch_of(key, BATCH)), state, jax.random.split(key, num_steps)
         )
-        return loss_fn(diffshard.current_version(state)[0], val_words)
+        return loss_fn(diffshard.pipelines.current_version(state)[0], val_words)
 
-    late = diffshard.delayed(step)
+    late = diffshard.pipelines.delayed(step)
     return jnp.stack([trained_loss(step, state), trained_loss(late, late.with_versions(state, first)[0][0])])
 
 

@@ -25,9 +25,9 @@ from cost.pipeline_schedules import Schedule, graph_of, kept_microbatches
 from diffshard.checks.gpu_target import gpu_mesh
 from diffshard.pipelines.base import Pipeline
 from diffshard.pipelines.cutting import uncut_step
+from diffshard.pipelines.decisions import ChosenPipeline
 from diffshard.pipelines.options import PipelineOptions, donated_arrays
 from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_pipeline
-from diffshard.pipelines.shared_choices import ChosenPipeline
 from diffshard.pipelines.stage_calls import StageCalls
 from diffshard.pipelines.stage_memory import StageMemory, stage_memory
 from diffshard.pipelines.stage_programme import Stage

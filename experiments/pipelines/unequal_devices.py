@@ -17,13 +17,13 @@ import diffshard
 from cost.base import Link
 from diffshard.live_progress import LiveLine
 from diffshard.pipelines.cutting import uncut_step
+from diffshard.pipelines.decisions import ChosenPipeline
 from diffshard.pipelines.options import PipelineOptions, donated_arrays
 from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_pipeline, with_bound
-from diffshard.pipelines.plans.timing import simulated
+from diffshard.pipelines.plans.consistency import simulated
 from diffshard.pipelines.replica_search import choose_replicas, replicas_bound_s
 from diffshard.pipelines.replicated_pipeline import planned_replicas
 from diffshard.pipelines.search import find_pipeline
-from diffshard.pipelines.shared_choices import ChosenPipeline
 from diffshard.pipelines.stage_programme import Stage
 from diffshard.pipelines.step_search import StepSearch
 from diffshard.processes import Processes

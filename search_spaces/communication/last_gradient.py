@@ -17,7 +17,7 @@ class LastGradient:
 
     The gradients are those of the weights of one step ago: with optimisers that leave weights as they are where no
     gradient has come yet, such as SGD with or without momentum, step t + 1 makes the weights that step t of
-    `diffshard.delayed` makes. The last gradient of a training is not applied.
+    `diffshard.pipelines.delayed` makes. The last gradient of a training is not applied.
 
     >>> strategies = {"gradient": (Exact(), LastGradient(compute_s=2e-3))}
 

@@ -150,8 +150,8 @@ def checked_strategies(
             raise ValueError(f"`strategies` has a direction {direction!r}; directions are {tuple(DEFAULT)}.")
         if words := [strategy for strategy in options if isinstance(strategy, str)]:
             raise ValueError(
-                f"`strategies[{direction!r}]` has {words}; give strategies, such as `diffshard.Exact()` and "
-                f"`diffshard.Encode(diffshard.INT8)`."
+                f"`strategies[{direction!r}]` has {words}; give strategies, such as `diffshard.formats.Exact()` and "
+                f"`diffshard.formats.Encode(diffshard.formats.INT8)`."
             )
         names = [strategy.name for strategy in options]
         if not names or len(set(names)) < len(names):

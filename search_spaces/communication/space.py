@@ -156,7 +156,7 @@ class CommunicationSpace:
             if not group.exact.any():
                 raise ValueError(
                     f"The sites {group.name!r} have no exact strategy among {group.names}; "
-                    f"add `diffshard.Exact()` to `strategies`."
+                    f"add `diffshard.formats.Exact()` to `strategies`."
                 )
         return tuple(int(group.exact.argmax()) for group in self.groups)
 

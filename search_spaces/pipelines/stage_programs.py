@@ -4,13 +4,14 @@ Every stage has a program that begins a step, one for the forward and one for th
 some that finish the step.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from jax.extend import core
+from jax.sharding import PartitionSpec
 
 from cost.compute import CONTRACTIONS
 from search_spaces.pipelines.stage_keys import Accumulation, Key, Label, StageEquation
@@ -60,6 +61,7 @@ class StagedStep:
       offloaded: keys of residuals that wait in pinned memory of the host for the backward pass; see `offloading`.
       num_groups: into how many groups the micro-batches are divided, one group after the other; `in_groups` makes one
         micro-batch of those that have the same place in their groups.
+      given: how the user wants arguments to be sharded by the stages that keep them, on the axes of their meshes.
     """
 
     num_stages: int
@@ -74,6 +76,7 @@ class StagedStep:
     avals: dict[Key, Any]
     offloaded: frozenset[Key] = frozenset()
     num_groups: int = 1
+    given: Mapping[Key, PartitionSpec] = field(default_factory=dict)
 
 
 def layer_scope(layer: int, kind: str) -> str:

@@ -55,12 +55,12 @@ def _value_and_slopes(estimator: Estimator, space: Perturbed) -> Callable[..., A
     return value_and_slopes
 
 
-def _search(space: Perturbed, estimator: Any, **options: Any) -> diffshard.BilevelSearch:
+def _search(space: Perturbed, estimator: Any, **options: Any) -> diffshard.formats.BilevelSearch:
     options = {"weights_optimizer": optax.sgd(0.1), "max_loss_increase": 0.05, "choice_every": 1, **options}
     return diffshard.bilevel(None, space=space, estimator=estimator, **options)
 
 
-def _searched(search: diffshard.BilevelSearch, num_steps: int) -> tuple[Any, Any]:
+def _searched(search: diffshard.formats.BilevelSearch, num_steps: int) -> tuple[Any, Any]:
     state, metrics = search.init(KEY, start(), batch_of(0)), None
     for step in range(num_steps):
         state, metrics = search.update(state, batch_of(2 * step), batch_of(2 * step + 1))

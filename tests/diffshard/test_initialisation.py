@@ -63,7 +63,7 @@ def test_starts_side_by_side_are_those_one_after_the_other(mesh):
             (jax.sharding.AxisType.Auto,) * len(mesh),
             devices=jax.devices()[: np.prod(mesh)],
         )
-    params, record = diffshard.init_search(
+    params, record = diffshard.initialisation.init_search(
         _init, _loss, _keys(5), _batches(), optimizer=OPTIMIZER, rungs=RUNGS, mesh=mesh
     )
     early = [_alone(key, RUNGS[:1]) for key in _keys(5)]
@@ -81,8 +81,10 @@ def test_starts_side_by_side_are_those_one_after_the_other(mesh):
 
 def test_a_finer_sample_lies_around_the_survivors_and_wins_only_if_it_is_better():
     options = {"optimizer": OPTIMIZER, "rungs": RUNGS}
-    _, coarse = diffshard.init_search(_init, _loss, _keys(4), _batches(), **options)
-    params, record = diffshard.init_search(_init, _loss, _keys(4), _batches(), num_finer=6, spread=0.2, **options)
+    _, coarse = diffshard.initialisation.init_search(_init, _loss, _keys(4), _batches(), **options)
+    params, record = diffshard.initialisation.init_search(
+        _init, _loss, _keys(4), _batches(), num_finer=6, spread=0.2, **options
+    )
     assert record.first.table == coarse.first.table
     assert record.finer is not None
     assert record.loss <= coarse.loss
@@ -103,7 +105,7 @@ def test_the_dead_and_the_diverged_lose():
     assert loss_unless_diverged(jnp.float32(0.1), jnp.float32(np.nan)) == np.inf
     assert loss_unless_diverged(jnp.float32(0.1), jnp.float32(2.0)) == np.float32(0.1)
     with pytest.raises(ValueError, match="no start that can be trained"):
-        diffshard.init_search(_init, _loss, _keys(2), _batches(), optimizer=optax.sgd(1e30), rungs=RUNGS)
+        diffshard.initialisation.init_search(_init, _loss, _keys(2), _batches(), optimizer=optax.sgd(1e30), rungs=RUNGS)
 
 
 def test_families_draw_matrices_and_leave_vectors():
@@ -138,7 +140,7 @@ def test_families_draw_matrices_and_leave_vectors():
 def test_what_is_wrong_is_said(changes, message: str):
     arguments = {"keys": _keys(2), "batches": _batches(), "rungs": RUNGS, **changes}
     with pytest.raises(ValueError, match=message):
-        diffshard.init_search(_init, _loss, **arguments)
+        diffshard.initialisation.init_search(_init, _loss, **arguments)
 
 
 def test_a_record_is_shown_without_arrays():
@@ -148,7 +150,7 @@ def test_a_record_is_shown_without_arrays():
 
 
 def test_finer_starts_are_near_all_survivors_in_turn():
-    _, record = diffshard.init_search(
+    _, record = diffshard.initialisation.init_search(
         _init, _loss, _keys(4), _batches(), optimizer=OPTIMIZER, rungs=RUNGS, num_finer=5, spread=0.05
     )
     assert record.finer is not None

@@ -180,7 +180,7 @@ def test_modules_train_in_microbatches_as_with_the_whole_batch(run_of):
     expected = standardised()
     expected_losses = [nnx.jit(train_step)(*expected, X, scale=2.0) for _ in range(2)]
     modules = standardised()
-    run = run_of(diffshard.in_microbatches(train_step, 4, batch_argnums=2))
+    run = run_of(diffshard.pipelines.in_microbatches(train_step, 4, batch_argnums=2))
     losses = [run(*modules, X, scale=2.0) for _ in range(2)]
     assert_equal((numbers_of(modules), losses), (numbers_of(expected), expected_losses))
 
@@ -202,31 +202,31 @@ def test_modules_train_in_microbatches_as_with_gradients_that_are_added_by_hand(
     parts = [nnx.value_and_grad(loss_of)(expected, X[i::4]) for i in range(4)]
     optimizer.update(expected, jax.tree.map(lambda *gradients: sum(gradients) / 4, *(grads for _, grads in parts)))
     modules = made()
-    same, loss = search(diffshard.in_microbatches(step, 4, batch_argnums=2))(*modules, X)
+    same, loss = search(diffshard.pipelines.in_microbatches(step, 4, batch_argnums=2))(*modules, X)
     assert same is modules[0]
     assert_equal((numbers_of(same), loss), (numbers_of(expected), sum(loss for loss, _ in parts) / 4))
 
 
 def test_microbatches_of_modules_are_refused_where_examples_are_mixed_or_the_structure_changes():
     with pytest.raises(ValueError, match=r"`num_microbatches` must be 1 for train_step: .*as batch normalisation does"):
-        diffshard.in_microbatches(train_step, 4, batch_argnums=2)(*objects(), X)
+        diffshard.pipelines.in_microbatches(train_step, 4, batch_argnums=2)(*objects(), X)
 
     def step(model, x):
         model.more = nnx.Param(jnp.ones(8))
         return model(x)
 
     with pytest.raises(ValueError, match=r"step changes the structure .* adds `model\.more`"):
-        diffshard.in_microbatches(step, 4)(standardised()[0], X)
+        diffshard.pipelines.in_microbatches(step, 4)(standardised()[0], X)
 
 
 def test_a_budget_refuses_changes_in_place_and_takes_modules_that_are_returned():
-    phases = [diffshard.Phase(mesh=mesh_2x2().abstract_mesh, num_steps=n, hardware=SLOW) for n in (1, 2)]
+    phases = [diffshard.elastic.Phase(mesh=mesh_2x2().abstract_mesh, num_steps=n, hardware=SLOW) for n in (1, 2)]
     model, optimizer = standardised()
-    for step in (train_step, diffshard.in_microbatches(train_step, 4, batch_argnums=2)):
+    for step in (train_step, diffshard.pipelines.in_microbatches(train_step, 4, batch_argnums=2)):
         with pytest.raises(ValueError, match=r"`fn` of `budget` must return.* changes `model` and `optimizer`"):
-            diffshard.budget(step, phases, model, optimizer, X)
-    returned = diffshard.in_microbatches(lambda *args: (train_step(*args), *args[:2]), 4, batch_argnums=2)
-    plan = diffshard.budget(returned, phases, model, optimizer, X).plans[0]
+            diffshard.elastic.budget(step, phases, model, optimizer, X)
+    returned = diffshard.pipelines.in_microbatches(lambda *args: (train_step(*args), *args[:2]), 4, batch_argnums=2)
+    plan = diffshard.elastic.budget(returned, phases, model, optimizer, X).plans[0]
     assert {tensor.path for tensor in plan.outputs} > {"result[1].inner.kernel.value", "result[2].step.value"}
 
 
@@ -236,7 +236,7 @@ def test_microbatches_say_that_changes_of_a_dictionary_are_lost():
         return (x @ state["weight"]).sum()
 
     with pytest.warns(UserWarning, match="step changes `state` in place, and these changes are lost"):
-        diffshard.in_microbatches(step, 4)({"sum": jnp.zeros(()), "weight": jnp.ones((16, 8))}, X)
+        diffshard.pipelines.in_microbatches(step, 4)({"sum": jnp.zeros(()), "weight": jnp.ones((16, 8))}, X)
 
 
 def test_the_plain_search_says_that_changes_in_place_are_lost():

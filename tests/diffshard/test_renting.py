@@ -10,8 +10,9 @@ import pytest
 from cost.base import Hardware, Link
 from cost.clusters import Cluster
 from cost.host_groups import Hosts
-from diffshard import InfeasibleError, Offer, rent
+from diffshard import InfeasibleError
 from diffshard.deadline import Deadline
+from diffshard.renting import Offer, rent
 
 FREE = Link(0.0, 0.0)
 

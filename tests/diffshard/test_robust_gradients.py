@@ -29,13 +29,13 @@ def data(seed, num_examples):
 
 
 def gradients():
-    return diffshard.replica_gradients(loss_fn, N)(params(), data(1, 32))[1]
+    return diffshard.robust_gradients.replica_gradients(loss_fn, N)(params(), data(1, 32))[1]
 
 
 def mean(gradients, num_dropped, check=None, **options):
     options = {"step_size": STEP_SIZE, "penalty": PENALTY, **options}
     check = data(2, 8) if check is None else check
-    return diffshard.zeno_mean(loss_fn, params(), gradients, check, num_dropped=num_dropped, **options)
+    return diffshard.robust_gradients.zeno_mean(loss_fn, params(), gradients, check, num_dropped=num_dropped, **options)
 
 
 def damaged(gradients, faults):
@@ -50,7 +50,7 @@ def assert_close(actual, expected, tolerance=1e-6):
 
 
 def test_each_replica_has_the_gradient_of_its_consecutive_part_of_the_batch():
-    losses, by_replica = diffshard.replica_gradients(loss_fn, N)(params(), data(1, 32))
+    losses, by_replica = diffshard.robust_gradients.replica_gradients(loss_fn, N)(params(), data(1, 32))
     for i in range(N):
         part = jax.tree.map(lambda a, i=i: a[8 * i : 8 * (i + 1)], data(1, 32))
         loss, expected = jax.value_and_grad(loss_fn)(params(), part)
@@ -73,7 +73,7 @@ def test_scores_are_those_of_a_plain_loop_and_the_worst_are_left_out():
 
 
 def test_without_dropping_the_mean_is_that_of_the_whole_batch():
-    gradients_of = diffshard.zeno(loss_fn, num_replicas=N, num_dropped=0, step_size=STEP_SIZE)
+    gradients_of = diffshard.robust_gradients.zeno(loss_fn, num_replicas=N, num_dropped=0, step_size=STEP_SIZE)
     loss, actual, report = gradients_of(params(), data(1, 32), data(2, 8))
     assert report.kept.all()
     assert_close((loss, actual), jax.value_and_grad(loss_fn)(params(), data(1, 32)))
@@ -103,7 +103,7 @@ def test_with_no_finite_gradient_the_mean_is_zero():
 
 
 def test_with_no_finite_gradient_the_loss_is_not_a_number():
-    gradients_of = diffshard.zeno(loss_fn, num_replicas=N, num_dropped=1, step_size=STEP_SIZE)
+    gradients_of = diffshard.robust_gradients.zeno(loss_fn, num_replicas=N, num_dropped=1, step_size=STEP_SIZE)
     loss, actual, report = gradients_of(params(), jax.tree.map(lambda a: a * jnp.nan, data(1, 32)), data(2, 8))
     assert not report.kept.any()
     assert jnp.isnan(loss)
@@ -133,7 +133,9 @@ def kept_with_memory(promises, memory, num_dropped=1):
 
     def step(standings, promised):
         options = {"num_dropped": num_dropped, "step_size": 1.0, "penalty": 0.0, "memory": memory}
-        _, report = diffshard.zeno_mean(descent_of, {"x": jnp.zeros(())}, {"x": -promised}, None, standings, **options)
+        _, report = diffshard.robust_gradients.zeno_mean(
+            descent_of, {"x": jnp.zeros(())}, {"x": -promised}, None, standings, **options
+        )
         return report.standings, report.kept
 
     return jax.lax.scan(step, jnp.zeros(promises.shape[1]), promises)[1]
@@ -163,7 +165,9 @@ def test_without_memory_the_ranking_is_that_of_the_scores():
 
 def train_step_of(num_dropped):
     optimizer = optax.adam(1e-2)
-    gradients_of = diffshard.zeno(loss_fn, num_replicas=2, num_dropped=num_dropped, step_size=STEP_SIZE)
+    gradients_of = diffshard.robust_gradients.zeno(
+        loss_fn, num_replicas=2, num_dropped=num_dropped, step_size=STEP_SIZE
+    )
 
     def train_step(state, batch, check_batch):
         params, optimizer_state = state
@@ -210,11 +214,11 @@ def test_a_planned_step_computes_the_same_and_only_the_mean_travels_between_repl
 )
 def test_bad_numbers_are_told_before_anything_is_computed(options, message):
     with pytest.raises(ValueError, match=message):
-        diffshard.zeno(loss_fn, **{"num_replicas": N, "num_dropped": 1, "step_size": 0.1, **options})
+        diffshard.robust_gradients.zeno(loss_fn, **{"num_replicas": N, "num_dropped": 1, "step_size": 0.1, **options})
 
 
 def test_bad_arguments_of_calls_are_told():
-    gradients_of = diffshard.zeno(loss_fn, num_replicas=N, num_dropped=1, step_size=0.1)
+    gradients_of = diffshard.robust_gradients.zeno(loss_fn, num_replicas=N, num_dropped=1, step_size=0.1)
     with pytest.raises(ValueError, match=r"`num_replicas` must divide .* 4 and `batch\[0\]` of shape \(30, 8\)"):
         gradients_of(params(), data(1, 30), data(2, 8))
     with pytest.raises(ValueError, match=r"`batch\[1\]` of shape \(\)"):
@@ -222,13 +226,15 @@ def test_bad_arguments_of_calls_are_told():
     with pytest.raises(ValueError, match="`batch` must hold at least one array"):
         gradients_of(params(), (), data(2, 8))
     with pytest.raises(TypeError, match="`loss_fn` must be a function, not int"):
-        diffshard.replica_gradients(3, N)  # pyright: ignore[reportArgumentType]
+        diffshard.robust_gradients.replica_gradients(3, N)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="`gradients` must have the structure of `params`"):
         mean({"up": gradients()["up"]}, 1)
     with pytest.raises(ValueError, match=r"leading dimension of replicas.*'down'.* \(16, 8\) for \(16, 8\)"):
         mean({**gradients(), "down": params()["down"]}, 1)
     with pytest.raises(ValueError, match="`num_dropped` must be a whole number from 0 to 3"):
         mean(gradients(), N)
-    gradients_with_memory = diffshard.zeno(loss_fn, num_replicas=N, num_dropped=1, step_size=0.1, memory=0.9)
+    gradients_with_memory = diffshard.robust_gradients.zeno(
+        loss_fn, num_replicas=N, num_dropped=1, step_size=0.1, memory=0.9
+    )
     with pytest.raises(ValueError, match=r"`standings` must have the shape \(4,\), not \(3,\)"):
         gradients_with_memory(params(), data(1, 32), data(2, 8), jnp.zeros(3))

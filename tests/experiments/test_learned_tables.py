@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from diffshard import host_table_cost
+from diffshard.tables import host_table_cost
 from experiments.embedding_tables import tasks
 from experiments.embedding_tables.learned import Judged, fitted, steps_s
 from experiments.embedding_tables.learned_beam import LearnedPrices

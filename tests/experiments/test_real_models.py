@@ -63,7 +63,7 @@ def test_experts_are_those_of_a_loop_over_tokens(sizes):
     mixed = expert_decoder._mixture(x, params, sizes)
     scores = np.asarray(jax.nn.sigmoid(x @ params["router"]))
     for row in range(2):
-        room = dict.fromkeys(range(sizes.experts), sizes.capacity)
+        room = [sizes.capacity] * sizes.experts
         for token in range(sizes.sequence):
             best = np.argsort(-scores[row, token])[: sizes.chosen]
             expected = 0.0

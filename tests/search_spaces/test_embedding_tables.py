@@ -9,8 +9,8 @@ import pytest
 from cost.base import Hardware
 from cost.embedding_tables import access_share, block_penalty, step_s
 from cost.evaluation import evaluate
-from diffshard.embedding_tables.search import solve_space
 from diffshard.solving.solve import solve
+from diffshard.tables.search import solve_space
 from search_spaces.embedding_tables.base import EVERY_DEVICE, EmbeddingTable, Piece, TableDevices
 from search_spaces.embedding_tables.prices import decoded
 from search_spaces.embedding_tables.space import EXAMPLE, EmbeddingTableSpace

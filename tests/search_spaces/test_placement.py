@@ -10,7 +10,7 @@ import pytest
 from cost.evaluation import evaluate
 from cost.relaxed import relaxed_cost
 from cost.validation import validate
-from diffshard.placing import place
+from diffshard.placing import Placement, place
 from search_spaces.base import Part
 from search_spaces.placement import PlacementSpace, transitions
 
@@ -52,10 +52,10 @@ def test_transitions_have_a_gradient():
 @pytest.mark.parametrize("solver", ["gradient", "exact", "exhaustive", "mcmc"])
 def test_the_best_placement_of_the_worked_example(solver):
     best = place(TIMES, TRANSFER, solver=solver)
-    assert (best.cost, best.transfer, best.compute) == (12, 2, 10)
-    assert set(best.device_times.tolist()) == {0, 9, 10}
+    assert (best.step_s, best.transfer_s, best.compute_s) == (12, 2, 10)
+    assert set(best.device_s) == {0, 9, 10}
     if solver != "mcmc":
-        assert best.solution.status == "optimal"
+        assert best.status == "optimal"
 
 
 @pytest.mark.parametrize("solver", [None, "gradient", "exact"])
@@ -63,17 +63,17 @@ def test_the_best_placement_of_the_worked_example(solver):
 def test_pipelines_of_unit_layers(solver, layers, stages, cost):
     cut = 2 * (1 - np.eye(stages))
     placement = place(np.ones(layers), cut, num_microbatches=3, solver=solver)
-    assert placement.cost == cost
-    assert placement.compute == cost - 2 * (stages - 1)
-    assert placement.solution.lower_bound <= cost
+    assert placement.step_s == cost
+    assert placement.compute_s == cost - 2 * (stages - 1)
+    assert placement.lower_bound_s <= cost
     assert set(np.diff(placement.assignment)) <= {0, 1}  # contiguous, in order
     assert (placement.assignment[0], placement.assignment[-1]) == (0, stages - 1)
 
 
 def test_a_pipeline_of_unequal_layers():
     placement = place([1, 3, 2, 5], 2 * (1 - np.eye(2)), num_microbatches=3)
-    assert placement.cost == 14
-    assert placement.assignment.tolist() == [0, 0, 0, 1]
+    assert placement.step_s == 14
+    assert placement.assignment == (0, 0, 0, 1)
 
 
 def _cheapest_step(times: np.ndarray, transfer: np.ndarray, num_microbatches: int) -> float:
@@ -94,26 +94,26 @@ def test_pipelines_of_unequal_devices_against_every_way_to_cut(num_microbatches,
         rng = np.random.default_rng(seed)
         times, transfer = rng.integers(1, 9, (8, 3)).astype(float), rng.integers(1, 9, (3, 3)).astype(float)
         placement = place(times, transfer, num_microbatches=num_microbatches, solver=solver)
-        assert placement.cost == _cheapest_step(times, transfer, num_microbatches)
-        assert placement.cost == placement.transfer + placement.compute
+        assert placement.step_s == _cheapest_step(times, transfer, num_microbatches)
+        assert placement.step_s == placement.transfer_s + placement.compute_s
 
 
 def test_the_sum_of_unequal_stages_decides():
     times = [[1, 10], [5, 1], [6, 6]]
     placement = place(times, np.zeros((2, 2)), num_microbatches=2)
-    assert placement.assignment.tolist() == [0, 1, 1]
+    assert placement.assignment == (0, 1, 1)
     assert (
-        placement.cost == placement.compute == (2 - 1) * 7 + 1 + 7
+        placement.step_s == placement.compute_s == (2 - 1) * 7 + 1 + 7
     )  # [0, 0, 1] has the shorter slowest stage: 6 + 6 + 6
-    assert placement.device_times.tolist() == [1, 7]
+    assert placement.device_s == (1, 7)
 
 
 def test_the_constant_sum_of_equal_stages_is_left_out():
     times = np.array([1.0, 3, 2, 5])
     by_layer = place(times, 2 * (1 - np.eye(2)), num_microbatches=3)
     by_device = place(np.stack([times, times], axis=1), 2 * (1 - np.eye(2)), num_microbatches=3)
-    assert by_layer.cost == by_device.cost == 14
-    assert by_layer.device_times.tolist() == by_device.device_times.tolist() == [6, 5]
+    assert by_layer.step_s == by_device.step_s == 14
+    assert by_layer.device_s == by_device.device_s == (6, 5)
 
 
 @pytest.mark.parametrize("num_microbatches", [None, 1, 3])
@@ -122,7 +122,7 @@ def test_a_layer_stays_off_a_device_that_cannot_run_it(num_microbatches):
     placement = place(times, np.zeros((2, 2)), num_microbatches=num_microbatches)
     assert placement.feasible
     assert (placement.assignment[0], placement.assignment[2]) == (0, 1)
-    assert np.isfinite(placement.cost)
+    assert np.isfinite(placement.step_s)
     assert not place([[np.inf, np.inf], [1, 1]], np.zeros((2, 2)), num_microbatches=num_microbatches).feasible
 
 
@@ -136,8 +136,8 @@ def test_stages_fit_their_devices_memory_whoever_solves(seed):
     best, exact = (place(times, np.zeros((3, 3)), solver=solver, **more) for solver in (None, "exact"))
     assert best.feasible == exact.feasible
     if best.feasible:
-        assert best.cost == exact.cost
-        assert best.solution.status == "optimal"
+        assert best.step_s == exact.step_s
+        assert best.status == "optimal"
 
 
 def test_device_memory_is_kept():
@@ -150,7 +150,7 @@ def test_device_memory_is_kept():
         for choice in itertools.product(range(3), repeat=6)
         if (np.bincount(choice, minlength=3) <= limits).all()
     ]
-    assert placement.cost == min(costs)
+    assert placement.step_s == min(costs)
     assert not place(TIMES, TRANSFER, layer_bytes=np.ones(6), memory_limit_bytes=1.0).feasible
 
 
@@ -173,6 +173,20 @@ def test_device_memory_is_kept():
 def test_sizes_that_do_not_fit_are_refused(arguments, more, message):
     with pytest.raises(ValueError, match=message):
         place(*arguments, **more)
+
+
+def test_a_placement_says_how_good_it_is_and_is_read_back(tmp_path):
+    best = place(TIMES, TRANSFER)
+    assert best.certificate[:3] == pytest.approx((12.0, 12.0, 0.0), abs=1e-9)
+    assert best.status == "optimal"
+    best.save(tmp_path / "placement.json")
+    assert Placement.load(tmp_path / "placement.json") == best
+    assert "  step     12.0 s: transfers 2.00 s, computing 10.0 s\n  bound    12.0 s, gap 0%: no other" in str(best)
+    assert [line.split() for line in str(best).splitlines()[-3:]] == [
+        ["0", "9.00", "s", "0", "1", "2"],
+        ["1", "10.0", "s", "3", "4", "5"],
+        ["2", "0", "s"],
+    ]
 
 
 def test_the_pipeline_is_a_valid_problem():

@@ -99,7 +99,7 @@ def test_every_note_of_a_plan_has_a_source():
     plan = diffshard.search(step, MESH, hardware="h100", solver="exact", in_shardings=(None, spec)).plan(*args)
     for end in ("# the loop", "# the branch"):
         assert any(f"{HERE}:{line_of(end)} (step" in note for note in plan.notes), plan.notes
-    experts = diffshard.expert_plans(step, MESH, *args, hardware="h100", solver="exact")
+    experts = diffshard.baselines.baseline_plans(step, MESH, *args, hardware="h100", solver="exact")
     for one in (plan, *experts.values()):
         assert one.notes
         assert all(f"{HERE}:" in note for note in one.notes), one.notes

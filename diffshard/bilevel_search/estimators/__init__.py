@@ -10,7 +10,7 @@
 
 A new estimator is a new file with a function that returns a `diffshard.bilevel_search.base.Estimator`, and this
 function as its `EXAMPLE`, which must need no arguments; the conformance tests find it there. Options are arguments of
-the function, as in `diffshard.bilevel(estimator=diffshard.sampled(temperature=0.5))`. A user's own function
+the function, as in `diffshard.bilevel(estimator=diffshard.formats.sampled(temperature=0.5))`. A user's own function
 `increase(space, params, batch, relaxed_choice, key, progress)` can be handed in without a file; training then runs the
 exact choice.
 """

@@ -2,17 +2,46 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cost.number_ranges import Amount, AmountOrInf, Count, Index, Limit
 from cost.pipeline_schedules import Schedule
 from cost.pipeline_steps import Overlap
 from diffshard.plans.base import Tensor
+from diffshard.plans.certificate import Certified, History
+from diffshard.plans.json_values import JsonValues
 
 GradientReduction = Literal["each_microbatch", "once"]
 """How often gradients are reduced over devices: in each micro-batch, or once, when the step ends."""
 ResidualUse = Literal["keep", "recompute", "offload"]
 """What becomes of the arrays that a backward pass reads of its forward pass."""
+
+
+class Decision(NamedTuple):
+    """Something that the search for a pipeline decided.
+
+    Attributes:
+      what: what it was about, as in "find the shardings of a pipeline's stages".
+      content: what was decided.
+    """
+
+    what: str
+    content: JsonValues
+
+
+@dataclass(frozen=True)
+class ArgumentRoles:
+    """Which arguments of a step have the batch, are donated, and are constants: by position and by name.
+
+    Those that have both a position and a name may be in both.
+    """
+
+    batch_argnums: tuple[Index, ...] = ()
+    batch_argnames: tuple[str, ...] = ()
+    donate_argnums: tuple[Index, ...] = ()
+    donate_argnames: tuple[str, ...] = ()
+    static_argnums: tuple[Index, ...] = ()
+    static_argnames: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,7 +113,7 @@ class PlannedReplica:
 
 
 @dataclass(frozen=True)
-class PipelinePlanData:
+class PipelinePlanData(Certified):
     """How a training step runs as a pipeline.
 
     Attributes:
@@ -100,7 +129,6 @@ class PipelinePlanData:
       bubble: the share of the stages' time in which they wait.
       lower_bound_s: no choice of micro-batches among those tried, stages, meshes and shardings is predicted faster that
         keeps all residuals. Making cheap ones again may be a little faster, because they need not be written and read.
-      gap: how much faster the best possible plan can be, relative to `step_s`.
       search_s: seconds of the search.
       tried: for each number of micro-batches and schedule its predicted step; infinite where nothing fits.
       notes: sentences for the user.
@@ -108,6 +136,13 @@ class PipelinePlanData:
         in each micro-batch.
       replicas: the other replicas.
       overlap: with the schedule "2bw" how a step overlaps with the next one (`cost.pipeline_steps.Overlap`).
+      status: how the search ended, as `PlanData.status`.
+      history: empty: each stage has searches of its own.
+      roles: of the arguments of the step.
+      facts: texts by name about the traced step, by which another function is told from the one that it is for.
+      question: a hash of all that was asked for, but a time limit and a plan to begin with.
+      decisions: the stages, their shardings and the plans of their programs, from which any process makes the programs
+        again; a plan that was made without them can only be shown.
       stored_in: the file of a store from which it was taken instead of a search; "" if it was searched.
     """
 
@@ -121,13 +156,18 @@ class PipelinePlanData:
     step_s: Amount
     bubble: Amount
     lower_bound_s: Amount
-    gap: Amount
     search_s: Amount
     tried: tuple[tuple[Count, Schedule, AmountOrInf], ...] = ()
     notes: tuple[str, ...] = ()
     num_groups: Count = 1
     replicas: tuple[PlannedReplica, ...] = ()
     overlap: Overlap = "none"
+    status: str = "finished"
+    history: History = ()
+    roles: ArgumentRoles = ArgumentRoles()
+    facts: Mapping[str, str] = field(default_factory=dict)
+    question: str = ""
+    decisions: tuple[Decision, ...] = ()
     stored_in: str = field(default="", compare=False)
 
     @property

@@ -37,7 +37,7 @@ from diffshard.plans.formats import (
 )
 from diffshard.plans.page_elements import COMPUTE, Html, axis_fills, bar, cards, document, escape, table
 from diffshard.plans.patterns import group_names, readable_path
-from diffshard.plans.summary import has_bound, local_bytes
+from diffshard.plans.summary import local_bytes
 
 _RESIDUALS = "#d9822b"  # of the bar of memory, as in the drawings of memory of ordinary plans
 
@@ -88,7 +88,7 @@ def _cards(plan: PipelinePlanData) -> str:
         (f"{plan.num_microbatches:,}", f"micro-batches, {plan.schedule}"),
         (f"{share:.0%}", f"of the memory of {fullest.hardware}, the fullest device"),
         (format_percent(plan.gap), f"gap to the lower bound {format_s(plan.lower_bound_s)}")
-        if has_bound(plan.lower_bound_s, plan.gap)
+        if plan.certificate.has_bound
         else ("none", "proven as a lower bound"),
     )
 

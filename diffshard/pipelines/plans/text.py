@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from diffshard.pipelines.plans.base import PipelinePlanData, PlannedStage
-from diffshard.pipelines.plans.timing import simulated
+from diffshard.pipelines.plans.consistency import simulated
 from diffshard.plans.formats import format_axes, format_bytes, format_count, format_percent, format_s, short_name
-from diffshard.plans.summary import bound_words, has_bound
 from diffshard.plans.text_table import format_table, wrapped
 
 STAGE_HEAD = ("stage", "layers", "begins at", "devices", "mesh", "memory of a device")
@@ -55,7 +54,7 @@ def format_pipeline_plan(plan: PipelinePlanData) -> str:
 def format_pipeline_in_line(plan: PipelinePlanData) -> str:
     """Returns a plan of a pipeline in one line, as errors and lists show it."""
     memory = format_bytes(max((stage.peak_bytes for stage in plan.all_stages), default=0.0))
-    bound = bound_words(plan.lower_bound_s, plan.gap)
+    bound = plan.certificate.bound_words
     return (
         f"<{type(plan).__name__} of {pipeline_headline(plan)}: step {format_s(plan.step_s)}, memory {memory}, "
         f"bound {bound}>"
@@ -93,7 +92,7 @@ def replica_plans(plan: PipelinePlanData) -> list[tuple[str, str, PipelinePlanDa
 
 def pipeline_verdict(plan: PipelinePlanData) -> str:
     """Says in a sentence how good the plan is known to be."""
-    if not has_bound(plan.lower_bound_s, plan.gap):
+    if not plan.certificate.has_bound:
         return "no bound was reached"
     if plan.gap < 1e-8:
         return "no pipeline that keeps its residuals is predicted to be faster"
@@ -218,7 +217,7 @@ def _header(plan: PipelinePlanData) -> str:
         *(wrapped(overlap_words(plan), "  overlap   ", " " * 12) if overlap_words(plan) else ()),
         *wrapped(reduction_words(plan), "  gradients ", " " * 12),
         *wrapped(
-            f"{bound_words(plan.lower_bound_s, plan.gap)}: {pipeline_verdict(plan)}",
+            f"{plan.certificate.bound_words}: {pipeline_verdict(plan)}",
             "  bound     ",
             " " * 12,
         ),

@@ -46,7 +46,7 @@ def _batch(seed: int):
     return inputs, jnp.sin(3 * inputs)
 
 
-def _search(estimator: str, mesh, most: float, order: int = 1, loss=_loss) -> diffshard.BilevelSearch:
+def _search(estimator: str, mesh, most: float, order: int = 1, loss=_loss) -> diffshard.formats.BilevelSearch:
     split = PartitionSpec("data", None)
     space = functools.partial(
         CommunicationSpace,
@@ -67,7 +67,7 @@ def _search(estimator: str, mesh, most: float, order: int = 1, loss=_loss) -> di
     )
 
 
-def _run(search: diffshard.BilevelSearch, steps: int):
+def _run(search: diffshard.formats.BilevelSearch, steps: int):
     """The state and the last step's metrics after one step or more."""
     state = search.init(jax.random.key(1), _params(), _batch(0))
     for step in range(steps - 1):
@@ -126,7 +126,7 @@ def test_a_mesh_of_devices_gives_the_emulations_numbers():
 def test_candidates_with_residuals_and_schedules_are_trained():
     search = _search("curvature", jax.sharding.AbstractMesh(tuple(AXES.values()), tuple(AXES)), 1.0)
     state, _ = _run(search, 2)
-    data = diffshard.CandidatesData(
+    data = diffshard.formats.CandidatesData(
         _params(),
         [_batch(1000 + i) for i in range(8)],
         [_batch(2000)],

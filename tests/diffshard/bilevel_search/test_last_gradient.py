@@ -33,10 +33,10 @@ def _batch(seed):
 def test_the_delay_is_chosen_where_training_bears_it(rate, momentum, chosen):
     """The sum takes 7.4 µs, of which the step's computing hides 5."""
     space = functools.partial(
-        diffshard.CommunicationSpace,
+        diffshard.formats.CommunicationSpace,
         param_specs=PartitionSpec(),
         batch_specs=PartitionSpec("data"),
-        strategies={"gradient": (diffshard.Exact(), diffshard.LastGradient(5e-6))},
+        strategies={"gradient": (diffshard.formats.Exact(), diffshard.formats.LastGradient(5e-6))},
         hardware=HARDWARE,
     )
     search = diffshard.bilevel(
@@ -50,7 +50,7 @@ def test_the_delay_is_chosen_where_training_bears_it(rate, momentum, chosen):
     state = search.init(jax.random.key(1), start, _batch(0))
     for step in range(2):
         state, _ = search.update(state, _batch(2 * step), _batch(2 * step + 1))
-    data = diffshard.CandidatesData(
+    data = diffshard.formats.CandidatesData(
         start,
         [_batch(100 + i) for i in range(300)],
         [_batch(1000 + i) for i in range(4)],

@@ -17,7 +17,7 @@ KEY = jax.random.key(0)
 RUNGS = (4, 8)
 
 
-def _data(**changes) -> diffshard.CandidatesData:
+def _data(**changes) -> diffshard.formats.CandidatesData:
     fields = {
         "params": start(),
         "train_batches": [batch_of(100 + i) for i in range(sum(RUNGS))],
@@ -26,7 +26,7 @@ def _data(**changes) -> diffshard.CandidatesData:
         "rungs": RUNGS,
         **changes,
     }
-    return diffshard.CandidatesData(**fields)
+    return diffshard.formats.CandidatesData(**fields)
 
 
 def _trained(space: Perturbed, data, choices) -> float:
@@ -52,7 +52,7 @@ def test_training_decides_and_equals_a_plain_loop(most: float):
     assert tried["late"].seconds == (5.0 + 2.5) / 2
     assert proof.steps == 12 + sum(t.record.steps for t in proof.table if t.name != "exact")
     assert {point.name for point in proof.points()} == {t.name for t in proof.table if len(t.record.scores) == 2}
-    assert diffshard.pareto(proof.points()).front
+    assert diffshard.formats.pareto(proof.points()).front
     assert len(str(proof).splitlines()) == 5
 
 

@@ -11,10 +11,10 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import diffshard
 from cost.evaluation import evaluate
-from diffshard import Phase
 from diffshard.budgets import budget as budget_module
 from diffshard.budgets.job import job_of
 from diffshard.budgets.joint import choices_of, joint_problem
+from diffshard.elastic import Phase
 from diffshard.sharding_search.options import Options
 from diffshard.solving.objectives.objective import PricedObjective
 from search_spaces.partition_specs import named_spec, partition_spec
@@ -78,13 +78,13 @@ def test_the_choice_is_the_best_of_all_pairs_of_shardings(link, num_steps):
         num_steps[0] * seconds[0][one] + num_steps[1] * seconds[1][two] + job.moves_s[0](array, one, two)
         for one, two in itertools.product(*seconds)
     )
-    found = diffshard.budget(descend, pair, *ARGUMENTS)
+    found = diffshard.elastic.budget(descend, pair, *ARGUMENTS)
     assert found.chosen.total_s == pytest.approx(best_s, rel=1e-3)
     assert found.bound <= best_s * (1 + 1e-9)
 
 
 def test_budgets_are_never_worse_than_plans_alone_and_better_where_phases_are_short():
-    budgets = {n: diffshard.budget(descend, phases(n, n, n, hardware=SLOW), *ARGUMENTS) for n in (1, 10_000)}
+    budgets = {n: diffshard.elastic.budget(descend, phases(n, n, n, hardware=SLOW), *ARGUMENTS) for n in (1, 10_000)}
     for found in budgets.values():
         assert found.bound <= found.chosen.total_s <= found.alone.total_s
         assert 0 <= found.gap < 1
@@ -101,7 +101,7 @@ def test_a_solver_that_finds_nothing_good_leaves_the_plans_alone(monkeypatch):
         return solution._replace(choice=tuple(len(cost) - 1 for cost in problem.node_cost))
 
     monkeypatch.setattr(budget_module, "solve", worst)
-    found = diffshard.budget(descend, phases(2, 2), *ARGUMENTS)
+    found = diffshard.elastic.budget(descend, phases(2, 2), *ARGUMENTS)
     layouts = [[[t.spec for t in plan.arguments] for plan in some.plans] for some in (found.chosen, found.alone)]
     assert layouts[0] == layouts[1]
     assert found.moves == found.alone.moves
@@ -111,13 +111,13 @@ def test_each_phase_keeps_its_own_memory_limit():
     small = Phase(mesh=SMALL, num_steps=1, hardware=SLOW, memory_limit_bytes=2400)
     free = Phase(mesh=SMALL, num_steps=1, hardware=SLOW)
     large = Phase(mesh=LARGE, num_steps=1, hardware=SLOW, memory_limit_bytes=50_000)
-    assert diffshard.budget(descend, [large, free], *ARGUMENTS).plans[1].peak_bytes > 2400
-    found = diffshard.budget(descend, [large, small, large], *ARGUMENTS)
+    assert diffshard.elastic.budget(descend, [large, free], *ARGUMENTS).plans[1].peak_bytes > 2400
+    found = diffshard.elastic.budget(descend, [large, small, large], *ARGUMENTS)
     assert found.plans[1].peak_bytes <= 2400
     assert all(plan.peak_bytes <= 50_000 for plan in found.plans)
     too_small = Phase(mesh=SMALL, num_steps=1, hardware=SLOW, memory_limit_bytes=100)
     with pytest.raises(diffshard.InfeasibleError, match=r"^Phase 1: `memory_limit_bytes` is 100"):
-        diffshard.budget(descend, [large, too_small], *ARGUMENTS)
+        diffshard.elastic.budget(descend, [large, too_small], *ARGUMENTS)
 
 
 def test_durations_are_filled_with_the_most_steps():
@@ -125,12 +125,12 @@ def test_durations_are_filled_with_the_most_steps():
         pairs = zip((LARGE, SMALL, LARGE), durations_s, strict=False)
         return [Phase(mesh=mesh, duration_s=duration_s, hardware=SLOW) for mesh, duration_s in pairs]
 
-    found = diffshard.budget(descend, timed(0.01, 0.01, 0.01), *ARGUMENTS)
+    found = diffshard.elastic.budget(descend, timed(0.01, 0.01, 0.01), *ARGUMENTS)
     assert found.alone.total_steps <= found.chosen.total_steps <= found.bound
     moves_s = (0.0, *(move.seconds for move in found.moves))
     for plan, move_s, num_steps in zip(found.plans, moves_s, found.chosen.num_steps, strict=True):
         assert num_steps * plan.step_s + move_s == pytest.approx(0.01)
-    short = diffshard.budget(descend, timed(1e-3, 0.01), *ARGUMENTS)  # the first phase is not worth a move
+    short = diffshard.elastic.budget(descend, timed(1e-3, 0.01), *ARGUMENTS)  # the first phase is not worth a move
     assert short.chosen.total_steps > 1.001 * short.alone.total_steps
     assert short.chosen.total_steps <= short.bound
     assert "steps, " in str(short)
@@ -143,7 +143,7 @@ def test_a_job_goes_on_through_all_phases_as_on_one_device():
     ]
     state, batch = train_arguments()
     expected, _ = train_arguments()
-    found = diffshard.budget(train_step, phases(2, 2, 2, meshes=meshes, hardware=SLOW), state, batch)
+    found = diffshard.elastic.budget(train_step, phases(2, 2, 2, meshes=meshes, hardware=SLOW), state, batch)
     for i, plan in enumerate(found.plans):
         state = found.move(i, state)
         assert jax.tree.leaves(state)[0].sharding.mesh.shape == meshes[i].shape
@@ -154,8 +154,30 @@ def test_a_job_goes_on_through_all_phases_as_on_one_device():
             assert_equal((state, loss), (expected, expected_loss))
 
 
+def test_a_budget_from_a_file_runs_in_the_process_of_one_phase(tmp_path):
+    meshes = [
+        jax.make_mesh(sizes, ("x", "y"), (AxisType.Auto,) * 2, devices=jax.devices()[:n])
+        for sizes, n in (((2, 2), 4), ((1, 2), 2))
+    ]
+    state, batch = train_arguments()
+    made = diffshard.elastic.budget(train_step, phases(2, 2, meshes=meshes, hardware=SLOW), state, batch)
+    made.save(tmp_path / "budget.json")
+    shown = diffshard.elastic.Budget.load(tmp_path / "budget.json")
+    assert (str(shown), shown.certificate) == (str(made), made.certificate)
+    assert [phase.devices for phase in shown.phases] == [(0, 1, 2, 3), (0, 1)]
+    with pytest.raises(diffshard.PlanError, match="was loaded without its function"):
+        shown.step(1)
+    loaded = diffshard.elastic.Budget.load(tmp_path / "budget.json", train_step, [None, meshes[1]])
+    new_state, loss = loaded.step(1)(loaded.move(1, state), loaded.plans[1].shard(batch=batch))
+    assert_equal((new_state, loss), train_step(train_arguments()[0], batch))
+    with pytest.raises(diffshard.PlanError, match=r"`meshes\[0\]` has the axes {'x': 1, 'y': 2}; the phase has"):
+        diffshard.elastic.Budget.load(tmp_path / "budget.json", meshes=[meshes[1], None])
+    with pytest.raises(diffshard.PlanError, match="`meshes` must be 2, one for each phase, not 1"):
+        diffshard.elastic.Budget.load(tmp_path / "budget.json", meshes=[meshes[1]])
+
+
 def test_the_table_has_a_line_for_each_phase():
-    text = str(diffshard.budget(descend, phases(3, 5, 7), *ARGUMENTS))
+    text = str(diffshard.elastic.budget(descend, phases(3, 5, 7), *ARGUMENTS))
     assert text.startswith("Budget of descend over 3 phases: ")
     for words in ("4 devices (x 2 x y 2)", "2 devices (x 1 x y 2)", "  alone    ", "gap "):
         assert words in text
@@ -169,7 +191,7 @@ def test_devices_of_a_phase_are_those_of_the_mesh_or_the_first():
     kept = Phase(mesh=SMALL, num_steps=1, hardware=SLOW, device_ids=(2, 3))
     assert kept.devices == (2, 3)
     specs = PartitionSpec("x", "y"), None
-    given = diffshard.budget(descend, [*phases(1, hardware=SLOW), kept], *ARGUMENTS, in_shardings=specs)
+    given = diffshard.elastic.budget(descend, [*phases(1, hardware=SLOW), kept], *ARGUMENTS, in_shardings=specs)
     assert given.moves[0].num_bytes == 2 * 4 * 4 * 8  # devices 2 and 3 held half of what each needs
 
 
@@ -196,21 +218,21 @@ def test_bad_arguments_are_told():
     with pytest.raises(TypeError, match=r"`Phase.mesh` must be a Mesh or an AbstractMesh, not int"):
         Phase(mesh=8, num_steps=1)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="`phases` must be a list of Phase, not AbstractMesh"):
-        diffshard.budget(lambda x: x, SMALL)  # pyright: ignore[reportArgumentType]
+        diffshard.elastic.budget(lambda x: x, SMALL)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="`phases` must be two or more"):
-        diffshard.budget(descend, one, *ARGUMENTS)
+        diffshard.elastic.budget(descend, one, *ARGUMENTS)
     with pytest.raises(TypeError, match=r"`phases\[1\]` must be a Phase, not AbstractMesh"):
-        diffshard.budget(descend, [*one, SMALL], *ARGUMENTS)  # pyright: ignore[reportArgumentType]
+        diffshard.elastic.budget(descend, [*one, SMALL], *ARGUMENTS)  # pyright: ignore[reportArgumentType]
     timed = Phase(mesh=SMALL, duration_s=1.0, hardware=FAST)
     with pytest.raises(ValueError, match="all have `num_steps` or all `duration_s`; phases 0 and 1 differ"):
-        diffshard.budget(descend, [*one, timed], *ARGUMENTS)
+        diffshard.elastic.budget(descend, [*one, timed], *ARGUMENTS)
     with pytest.raises(TypeError, match="`move_link` must be a Link or None, not float"):
-        diffshard.budget(descend, phases(1, 1), *ARGUMENTS, move_link=1.0)  # pyright: ignore[reportArgumentType]
+        diffshard.elastic.budget(descend, phases(1, 1), *ARGUMENTS, move_link=1.0)  # pyright: ignore[reportArgumentType]
     single = AbstractMesh((1,), ("x",))
     lonely = [Phase(mesh=single, num_steps=1, hardware=FAST, device_ids=(i,)) for i in (0, 1)]
     with pytest.raises(ValueError, match="`move_link` must be given: phases 0 and 1 have one device each"):
-        diffshard.budget(descend, lonely, *ARGUMENTS)
-    found = diffshard.budget(descend, lonely, *ARGUMENTS, move_link=diffshard.Link(0.0, 1.0))
+        diffshard.elastic.budget(descend, lonely, *ARGUMENTS)
+    found = diffshard.elastic.budget(descend, lonely, *ARGUMENTS, move_link=diffshard.Link(0.0, 1.0))
     assert found.moves[0].seconds == 4 * 8 * 16
     with pytest.raises(ValueError, match="`phase` must be a whole number from 0 to 1, not 2"):
         found.step(2)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, Mesh
 
 import diffshard
-from diffshard import Phase
+from diffshard.elastic import Phase
 
 
 def line(number):
@@ -23,7 +23,7 @@ def power_of_two(number):
 
 
 def made(times_s, num_devices, mesh_of=line, **options):
-    phases = diffshard.phases_of_log(times_s, num_devices, mesh_of, **options)
+    phases = diffshard.elastic.phases_of_log(times_s, num_devices, mesh_of, **options)
     return [(phase.mesh.size, phase.duration_s or 0.0) for phase in phases]
 
 
@@ -68,7 +68,7 @@ def test_meshes_of_devices_hardware_and_limits_reach_the_phases():
         asked.append(number)
         return Mesh(devices[-number:], ("x",))
 
-    phases = diffshard.phases_of_log(
+    phases = diffshard.elastic.phases_of_log(
         np.array([0.0, 1.5, 2.0]), np.array([2, 1, 2]), mesh_of, end_s=4, hardware="h100", memory_limit_bytes=2**30
     )
     large, small = Mesh(devices[-2:], ("x",)), Mesh(devices[-1:], ("x",))
@@ -80,9 +80,9 @@ def test_meshes_of_devices_hardware_and_limits_reach_the_phases():
 
 
 def test_a_budget_takes_the_phases_and_a_pause_costs_nothing():
-    phases = diffshard.phases_of_log([0, 2, 3], [4, 0, 4], line, end_s=5, hardware="h100")
+    phases = diffshard.elastic.phases_of_log([0, 2, 3], [4, 0, 4], line, end_s=5, hardware="h100")
     arguments = jax.ShapeDtypeStruct((8, 16), "float32"), jax.ShapeDtypeStruct((32, 8), "float32")
-    plans = diffshard.budget(lambda w, x: w - jax.numpy.sum(x @ w) * w, phases, *arguments, donate_argnums=0)
+    plans = diffshard.elastic.budget(lambda w, x: w - jax.numpy.sum(x @ w) * w, phases, *arguments, donate_argnums=0)
     assert plans.has_durations
     assert [move.seconds for move in plans.moves] == [0]
     assert plans.chosen.total_steps == pytest.approx(4 / plans.plans[0].step_s)
@@ -166,9 +166,9 @@ def test_only_pauses_and_what_cannot_be_used_are_lost(log, min_duration_s):
 def test_a_wrong_log_is_told_by_name_and_value(changes, message):
     arguments = {"times_s": [0, 5, 10], "num_devices": [8, 4, 8], "mesh_of": line, "end_s": 20, **changes}
     with pytest.raises(ValueError, match=message):
-        diffshard.phases_of_log(**arguments)
+        diffshard.elastic.phases_of_log(**arguments)
 
 
 def test_what_is_no_mesh_is_a_type_error():
     with pytest.raises(TypeError, match=r"`mesh_of\(8\)` must be a Mesh, an AbstractMesh or None, not int"):
-        diffshard.phases_of_log([0], [8], lambda number: number, end_s=1)  # pyright: ignore[reportArgumentType]
+        diffshard.elastic.phases_of_log([0], [8], lambda number: number, end_s=1)  # pyright: ignore[reportArgumentType]

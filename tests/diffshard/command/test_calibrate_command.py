@@ -35,7 +35,7 @@ def searched(*more):
 def test_what_was_measured_is_printed_written_and_searched_for(folder, capsys):
     assert main(["calibrate", "--mesh", "data=2,model=4", *SMALL, "--name", "ours", "-o", "hardware.json"]) == 0
     printed = capsys.readouterr().out
-    measured = diffshard.load_hardware("hardware.json")
+    measured = diffshard.hardware.load_hardware("hardware.json")
     assert printed.startswith("ours\n")
     assert measured.name == "ours"
     assert f"{measured.peak_flops_per_s('float32') / 1e12:.3g} TFLOP/s" in printed
@@ -51,21 +51,21 @@ def test_hardware_is_the_same_after_a_file(tmp_path):
         diffshard.preset("h100", {"data": 16, "model": 4}),
         diffshard.Hardware("one rate", 1e12, float("inf"), float("inf"), {"x": diffshard.Link(1e-6, 0.0)}),
     ):
-        diffshard.save_hardware(hardware, tmp_path / "hardware.json")
-        assert diffshard.load_hardware(tmp_path / "hardware.json") == hardware
+        diffshard.hardware.save_hardware(hardware, tmp_path / "hardware.json")
+        assert diffshard.hardware.load_hardware(tmp_path / "hardware.json") == hardware
 
 
 def test_a_changed_file_is_refused(tmp_path):
     path = tmp_path / "hardware.json"
-    diffshard.save_hardware(diffshard.preset("h100", {"data": 2}), path)
+    diffshard.hardware.save_hardware(diffshard.preset("h100", {"data": 2}), path)
     document = json.loads(path.read_text())
     path.write_text(json.dumps({**document, "memory_bytes": 1.0}))
     with pytest.raises(diffshard.PlanError, match="`checksum`"):
-        diffshard.load_hardware(path)
+        diffshard.hardware.load_hardware(path)
     del document["checksum"]
     path.write_text(json.dumps({**document, "memory_bytes": -1.0}))
     with pytest.raises(diffshard.PlanError, match=r"`Hardware\.memory_bytes` must be"):
-        diffshard.load_hardware(path)
+        diffshard.hardware.load_hardware(path)
     with pytest.raises(diffshard.PlanError, match=r"load it with `diffshard\.load_hardware`"):
         diffshard.Plan.load(path)
 
@@ -85,7 +85,7 @@ def test_what_cannot_be_measured_is_refused(folder, capsys, words, message):
 
 
 def test_a_file_of_other_axes_or_none_is_refused(folder, capsys):
-    diffshard.save_hardware(diffshard.preset("h100", {"data": 2}), "hardware.json")
+    diffshard.hardware.save_hardware(diffshard.preset("h100", {"data": 2}), "hardware.json")
     assert searched("--mesh", "rows=2", "--hardware", "hardware.json") == 2
     assert "has no link for the mesh axis 'rows'" in capsys.readouterr().err
     assert searched("--mesh", "data=2", "--hardware", "other.json") == 2

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from diffshard.command.line import main
-from diffshard.pipelines.base import PipelinePlan
+from diffshard.pipelines.plan import PipelinePlan
 
 MODULE = """
 import jax, jax.numpy as jnp

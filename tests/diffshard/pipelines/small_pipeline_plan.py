@@ -1,6 +1,7 @@
 """A plan of a pipeline of two kinds of devices, whose numbers follow from each other."""
 
-from diffshard.pipelines.base import PipelinePlan, PlannedStage
+from diffshard.pipelines.plan import PipelinePlan
+from diffshard.pipelines.plans.base import PlannedStage
 from diffshard.plans.base import Tensor
 
 GIB = 2.0**30
@@ -50,7 +51,6 @@ def small_pipeline_plan(**changes) -> PipelinePlan:
         "step_s": 0.068,
         "bubble": 1 - (36 + 48 + 28) / (3 * 66),
         "lower_bound_s": 0.06,
-        "gap": 0.008 / 0.068,
         "search_s": 3.2,
         "tried": ((4, "1f1b", 0.065), (4, "eager", 0.07), (8, "1f1b", float("inf")), (8, "eager", 0.08)),
         "notes": ("A note about <this> plan.",),

@@ -29,7 +29,7 @@ def offloaded(staged):
 
 @pytest.mark.parametrize(("num_groups", "offloads"), [(2, False), (2, True), (1, True)])
 def test_steps_that_overlap_reduce_gradients_once_and_offload_residuals(num_groups, offloads):
-    step = diffshard.delayed(mlp_step)
+    step = diffshard.pipelines.delayed(mlp_step)
     (params, batch), _ = step.with_versions(*mlp_arguments(8, 32))
     staged, cut = grouped(step, (params, batch), 2, 4, num_groups)
     assert cut.parts.num_groups == num_groups

@@ -11,7 +11,7 @@ from jax import lax
 
 from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.cutting import cut_step, uncut_step
-from diffshard.pipelines.staged_array import StagedArray
+from diffshard.staged_array import StagedArray
 from search_spaces.pipelines.cut_candidates import Cut
 from search_spaces.pipelines.stage_programs import staged_step
 

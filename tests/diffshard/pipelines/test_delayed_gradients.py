@@ -65,7 +65,9 @@ def test_gradients_and_the_loss_are_of_the_previous_weights_and_all_else_of_the_
 ):
     params = mlp()
     step = jax.jit(
-        diffshard.in_microbatches(diffshard.delayed(jax.jit(step_of(mlp_loss, optimizer))), num_microbatches)
+        diffshard.pipelines.in_microbatches(
+            diffshard.pipelines.delayed(jax.jit(step_of(mlp_loss, optimizer))), num_microbatches
+        )
     )
     state, losses, norms = (params, optimizer.init(params)), [], []
     for batch in batches():
@@ -73,21 +75,21 @@ def test_gradients_and_the_loss_are_of_the_previous_weights_and_all_else_of_the_
         losses.append(loss)
         norms.append(norm)
     expected = by_hand(mlp_loss, optimizer, params, batches())
-    found, opt_state = diffshard.current_version(state)
+    found, opt_state = diffshard.pipelines.current_version(state)
     previous = {name: array.previous for name, array in state[0].items()}  # type: ignore[attr-defined]
     check_close((found, previous, opt_state, losses, norms), expected)
     exact = by_hand(mlp_loss, optimizer, params, batches()[:1])[0]
-    check_close(diffshard.current_version(step((params, optimizer.init(params)), batches()[0])[0])[0], exact)
+    check_close(diffshard.pipelines.current_version(step((params, optimizer.init(params)), batches()[0])[0])[0], exact)
 
 
 def test_one_compilation_serves_all_steps_after_the_first_and_both_versions_can_be_donated():
-    step = diffshard.delayed(step_of(mlp_loss, ADAMW))
+    step = diffshard.pipelines.delayed(step_of(mlp_loss, ADAMW))
     (state, _), _ = step.with_versions((mlp(), ADAMW.init(mlp())), batches()[0])
     jitted = jax.jit(step, donate_argnums=0)
     for batch in batches():
         state, _ = jitted(state, batch)
     assert jitted._cache_size() == 1  # type: ignore[attr-defined]
-    assert not any(isinstance(leaf, diffshard.DelayedArray) for leaf in jax.tree.leaves(state[1]))
+    assert not any(isinstance(leaf, diffshard.pipelines.DelayedArray) for leaf in jax.tree.leaves(state[1]))
 
 
 def test_a_gradient_that_a_loop_accumulates_is_delayed_and_random_keys_are_not():
@@ -101,7 +103,7 @@ def test_a_gradient_that_a_loop_accumulates_is_delayed_and_random_keys_are_not()
         gradient, _ = jax.lax.scan(add, jnp.zeros_like(w), batch)
         return (w - 0.01 * gradient, jax.random.split(key)[0]), jnp.sum(w)
 
-    step, state, x = diffshard.delayed(train_step), (jnp.float32(1.0), KEY), jnp.arange(1.0, 4.0)
+    step, state, x = diffshard.pipelines.delayed(train_step), (jnp.float32(1.0), KEY), jnp.arange(1.0, 4.0)
     weights, key = [1.0, 1.0], KEY
     for _ in range(NUM_STEPS):
         noise = float(jax.random.normal(key, ()))
@@ -117,15 +119,15 @@ def test_steps_that_cannot_be_delayed_are_refused():
     train_step = step_of(mlp_loss, optax.sgd(0.1))
     state = mlp(), optax.sgd(0.1).init(mlp())
     with pytest.raises(ValueError, match="has no gradient of an array that it replaces"):
-        diffshard.delayed(lambda state, batch: (state * 2, batch.sum()))(jnp.ones(2), jnp.ones(3))
+        diffshard.pipelines.delayed(lambda state, batch: (state * 2, batch.sum()))(jnp.ones(2), jnp.ones(3))
     with pytest.raises(
         ValueError, match=r"replaces argument 0.*temperature.* inside of what differentiates, such as a loop"
     ):
-        diffshard.delayed(lambda state, batch: jax.lax.scan(train_step, state, batch))(
+        diffshard.pipelines.delayed(lambda state, batch: jax.lax.scan(train_step, state, batch))(
             state, jax.tree.map(lambda *arrays: jnp.stack(arrays), *batches())
         )
     with pytest.raises(TypeError, match="`fn` must be a function, not int"):
-        diffshard.delayed(3)  # type: ignore[arg-type]
+        diffshard.pipelines.delayed(3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +148,7 @@ def test_a_pipeline_of_two_stages_runs_with_the_results_of_one_device(name, args
     slowest_s = max(4 * (stage.forward_s + stage.backward_s) + stage.end_s for stage in plan.stages)
     assert slowest_s <= plan.step_s * (1 + 1e-9)
     check_previous_versions_are_state(next(iter(pipelined._prepared.values())).found)
-    one_device, expected = jax.jit(diffshard.delayed(train_step)), state
+    one_device, expected = jax.jit(diffshard.pipelines.delayed(train_step)), state
     found = jax.tree.map(jnp.copy, state)  # the memory of the first state is given up
     given, freed = [], []
     run = _Dispatch.run
@@ -169,7 +171,7 @@ def test_a_pipeline_of_two_stages_runs_with_the_results_of_one_device(name, args
     delayed_leaves = [x for x in jax.tree.leaves(found, is_leaf=is_delayed) if is_delayed(x)]
     assert delayed_leaves
     check_close(jax.tree.map(jnp.asarray, found), expected)
-    current = diffshard.current_version(found)
+    current = diffshard.pipelines.current_version(found)
     assert jax.tree.structure(current) == jax.tree.structure(state)
 
 
@@ -188,7 +190,7 @@ def check_previous_versions_are_state(found):
 
 
 def is_delayed(leaf):
-    return isinstance(leaf, diffshard.DelayedArray)
+    return isinstance(leaf, diffshard.pipelines.DelayedArray)
 
 
 def test_a_search_does_not_choose_between_schedules_with_different_results():
@@ -203,6 +205,6 @@ def test_two_versions_of_weights_are_refused_where_gradients_are_not_delayed():
 
     cluster = diffshard.Cluster.from_devices(jax.devices()[:2], hardware="h100")
     pipelined = diffshard.search(step, cluster, pipeline=diffshard.Pipeline(schedules=("1f1b",)))
-    weights = diffshard.DelayedArray(jnp.ones((4, 4)), jnp.ones((4, 4)))
+    weights = diffshard.pipelines.DelayedArray(jnp.ones((4, 4)), jnp.ones((4, 4)))
     with pytest.raises(TypeError, match="current_version"):
         pipelined(weights, jnp.ones((8, 4)))

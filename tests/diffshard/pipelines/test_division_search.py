@@ -12,9 +12,9 @@ from cost.pipeline_schedules import Schedule, graph_of, kept_microbatches
 from cost.pipeline_times import StageTimes, simulate
 from diffshard.base import InfeasibleError
 from diffshard.pipelines.division_search import DivisionSearch
-from diffshard.pipelines.found_divisions import Entry
 from diffshard.pipelines.layer_chain import LayerChain
-from diffshard.pipelines.stage_placement import place_stages
+from diffshard.pipelines.solved_stages import Entry
+from diffshard.pipelines.stage_plans import place_stages
 from diffshard.pipelines.stage_search import StageLayout, StageMemoryError
 
 M = 4

@@ -70,7 +70,7 @@ def test_results_are_those_of_one_device(step, args, num_stages, num_microbatche
     graph = graph_of("1f1b", num_stages, num_microbatches)
     execution = StagedExecution(staged, meshes([2] * num_stages), graph, lambda stage, key: None)
     found = cut.result(execution(cut.flat_arguments(jax.tree.leaves(args))))
-    found = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, diffshard.StagedArray) else x, found)
+    found = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, diffshard.pipelines.StagedArray) else x, found)
     check_close(found, jax.jit(step)(*args))
 
 

@@ -22,7 +22,7 @@ from tests.diffshard.pipelines.microbatch_functions import (
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_results_are_those_of_the_whole_batch(name, num_microbatches):
     fn, args = FUNCTIONS[name]
-    results = jax.jit(diffshard.in_microbatches(fn, num_microbatches))(*args)
+    results = jax.jit(diffshard.pipelines.in_microbatches(fn, num_microbatches))(*args)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), results, jax.jit(fn)(*args))
 
 
@@ -35,7 +35,7 @@ def test_activations_take_the_memory_of_a_microbatch():
         assert analysis is not None
         return analysis.temp_size_in_bytes
 
-    whole, parts = temporary_bytes(with_dropout), temporary_bytes(diffshard.in_microbatches(with_dropout, 8))
+    whole, parts = temporary_bytes(with_dropout), temporary_bytes(diffshard.pipelines.in_microbatches(with_dropout, 8))
     assert parts < whole / 4, "an eighth of the activations, and the sums of the gradients"
 
 
@@ -46,7 +46,7 @@ def test_sums_of_short_floats_are_kept_in_float32():
         return (x * weight).sum(axis=0)
 
     x = jnp.ones((4096, 8), jnp.bfloat16)
-    total = jax.jit(diffshard.in_microbatches(fn, 4096))(jnp.bfloat16(1), x)
+    total = jax.jit(diffshard.pipelines.in_microbatches(fn, 4096))(jnp.bfloat16(1), x)
     assert total.dtype == jnp.bfloat16
     assert (total == 4096).all()
 
@@ -54,7 +54,7 @@ def test_sums_of_short_floats_are_kept_in_float32():
 def test_a_function_in_microbatches_is_searched_and_runs_on_a_mesh():
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     fn, args = FUNCTIONS["training step"]
-    step = diffshard.search(diffshard.in_microbatches(fn, 2), mesh, hardware="h100")
+    step = diffshard.search(diffshard.pipelines.in_microbatches(fn, 2), mesh, hardware="h100")
     plan = step.plan(*args)
     results = step(*plan.shard(*args))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), results, jax.jit(fn)(*args))
@@ -67,7 +67,7 @@ def test_what_prints_does_so_where_its_values_are_known(capfd):
         jax.debug.print("the loss is {}", loss)
         return loss
 
-    loss = jax.jit(diffshard.in_microbatches(fn, 4))(WEIGHTS, X)
+    loss = jax.jit(diffshard.pipelines.in_microbatches(fn, 4))(WEIGHTS, X)
     jax.effects_barrier()
     assert capfd.readouterr().out == f"the loss is {loss}\n"
 
@@ -75,24 +75,24 @@ def test_what_prints_does_so_where_its_values_are_known(capfd):
 def test_arguments_by_keyword_are_those_by_position():
     fn, (weights, batch) = FUNCTIONS["dropout"]
     expected = jax.jit(fn)(weights, batch)
-    by_position = diffshard.in_microbatches(fn, 4)
-    by_name = diffshard.in_microbatches(fn, 4, batch_argnums=(), batch_argnames="batch")
+    by_position = diffshard.pipelines.in_microbatches(fn, 4)
+    by_name = diffshard.pipelines.in_microbatches(fn, 4, batch_argnums=(), batch_argnames="batch")
     for results in (by_position(weights, batch=batch), by_name(weights, batch=batch), by_name(weights, batch)):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), results, expected)
 
 
 def test_one_part_is_the_function_itself():
-    assert diffshard.in_microbatches(train_step, 1) is train_step
+    assert diffshard.pipelines.in_microbatches(train_step, 1) is train_step
 
 
 def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="`num_microbatches` must be a whole number, 1 or more, not 0"):
-        diffshard.in_microbatches(train_step, 0)
+        diffshard.pipelines.in_microbatches(train_step, 0)
     with pytest.raises(ValueError, match="`batch_argnums` must be positions of arguments, 0 or more, not -1"):
-        diffshard.in_microbatches(train_step, 2, batch_argnums=-1)
+        diffshard.pipelines.in_microbatches(train_step, 2, batch_argnums=-1)
     with pytest.raises(ValueError, match=r"must divide the batch; got 3 and x of shape \(8, 6, 12\)"):
-        diffshard.in_microbatches(numbered, 3)(WEIGHTS, X)
+        diffshard.pipelines.in_microbatches(numbered, 3)(WEIGHTS, X)
     with pytest.raises(ValueError, match=r"names the argument 2, which numbered was not given; it was .*, x\. Give"):
-        diffshard.in_microbatches(numbered, 2, batch_argnums=(1, 2))(WEIGHTS, X)
+        diffshard.pipelines.in_microbatches(numbered, 2, batch_argnums=(1, 2))(WEIGHTS, X)
     with pytest.raises(ValueError, match="must name arguments with arrays that have a leading dimension"):
-        diffshard.in_microbatches(lambda x, key: x, 2)(X, KEY)
+        diffshard.pipelines.in_microbatches(lambda x, key: x, 2)(X, KEY)

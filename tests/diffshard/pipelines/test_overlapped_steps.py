@@ -11,8 +11,8 @@ import diffshard
 from cost.pipeline_schedules import BACKWARD, FORWARD
 from cost.pipeline_steps import overlapped_operations
 from diffshard.pipelines.execution import _Dispatch
+from diffshard.pipelines.plans.consistency import simulated
 from diffshard.pipelines.plans.text import format_s
-from diffshard.pipelines.plans.timing import simulated
 from search_spaces.pipelines.stage_keys import Label
 from tests.diffshard.pipelines.small_pipeline import check_close
 from tests.diffshard.pipelines.test_delayed_gradients import KEY, mlp, mlp_loss, step_of
@@ -90,7 +90,7 @@ def test_devices_run_steps_in_the_predicted_seconds_with_the_results_of_one_devi
     plan = on_stages.plan(state(), BATCHES[0])
     assert plan.overlap == overlap
     assert len(plan.stages) >= 2
-    one_device, expected = jax.jit(diffshard.delayed(step)), state()
+    one_device, expected = jax.jit(diffshard.pipelines.delayed(step)), state()
     for batch, found in zip(BATCHES, on_stages.steps(state(), iter(BATCHES)), strict=True):
         expected = one_device(expected[0] if batch is not BATCHES[0] else expected, batch)
         check_close(jax.tree.map(jnp.asarray, found), expected)  # though the next step has begun, its memory is there
@@ -134,7 +134,7 @@ def test_a_step_whose_micro_batches_read_what_an_end_makes_does_not_overlap(monk
     assert plan.overlap == "none"
     assert plan.step_s == pytest.approx(simulated(plan).call_s)
     assert "overlap   none" in str(plan)
-    one_device, expected = jax.jit(diffshard.delayed(step)), state
+    one_device, expected = jax.jit(diffshard.pipelines.delayed(step)), state
     for batch, found in zip(BATCHES[:3], on_stages.steps(state, BATCHES[:3]), strict=True):
         expected, loss = one_device(expected, batch)
         check_close(found, (expected, loss))

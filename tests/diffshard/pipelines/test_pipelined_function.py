@@ -102,7 +102,11 @@ def test_equinox_modules_are_arguments_and_results():
 
     args = equinox.nn.MLP(8, 8, 16, 2, key=jax.random.key(0)), jnp.ones((8, 8))
     pipelined, (expected, loss) = search(step), equinox.filter_jit(step)(*args)
-    for fn in (diffshard.in_microbatches(step, 4), equinox.filter_jit(diffshard.in_microbatches(step, 4)), pipelined):
+    for fn in (
+        diffshard.pipelines.in_microbatches(step, 4),
+        equinox.filter_jit(diffshard.pipelines.in_microbatches(step, 4)),
+        pipelined,
+    ):
         found, metrics = fn(*args)
         check_close(
             (equinox.filter(found, equinox.is_array), metrics.pop("loss")),

@@ -8,10 +8,8 @@ import jax
 import pytest
 
 import diffshard
-from diffshard.pipelines.plans.consistency import check_pipeline_plan
-from diffshard.pipelines.plans.schedule_boxes import Exchange
-from diffshard.pipelines.plans.schedule_drawing import schedule_elements
-from diffshard.pipelines.plans.timing import simulated
+from diffshard.pipelines.plans.consistency import check_pipeline_plan, simulated
+from diffshard.pipelines.plans.schedule_drawing import Exchange, schedule_elements
 from tests.diffshard.pipelines.small_pipeline_plan import small_pipeline_plan
 from tests.diffshard.plans.page_checker import checked_page
 
@@ -30,8 +28,7 @@ def with_microbatches(count):
     plan = small_pipeline_plan(num_microbatches=count, tried=())
     step = simulated(plan)
     simulation, step_s = step.simulation, step.step_s
-    gap = (step_s - plan.lower_bound_s) / step_s
-    plan = dataclasses.replace(plan, step_s=step_s, bubble=simulation.bubble, gap=gap)
+    plan = dataclasses.replace(plan, step_s=step_s, bubble=simulation.bubble)
     check_pipeline_plan(plan)
     return plan
 
@@ -101,7 +98,7 @@ def test_one_stage_without_notes_and_arguments_has_a_page():
     stage = dataclasses.replace(
         small_pipeline_plan().stages[2], first_layer=0, last_layer=3, arguments=(), memory_limit_bytes=float("inf")
     )
-    plan = small_pipeline_plan(stages=(stage,), num_layers=4, notes=(), tried=(), step_s=0.03, bubble=0.0, gap=0.0)
+    plan = small_pipeline_plan(stages=(stage,), num_layers=4, notes=(), tried=(), step_s=0.03, bubble=0.0)
     plan = dataclasses.replace(plan, lower_bound_s=0.03)
     check_pipeline_plan(plan)
     text = " ".join(checked_page(plan.html()).texts)

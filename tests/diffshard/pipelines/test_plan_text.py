@@ -68,8 +68,8 @@ def test_idle_devices_and_gaps_of_devices_are_shown():
 
 
 def test_no_bound_and_no_gap_are_said():
-    assert "no bound was reached" in str(small_pipeline_plan(lower_bound_s=0.0, gap=1.0))
-    assert "no pipeline that keeps its residuals" in str(small_pipeline_plan(lower_bound_s=0.068, gap=0.0))
+    assert "no bound was reached" in str(small_pipeline_plan(lower_bound_s=0.0))
+    assert "no pipeline that keeps its residuals" in str(small_pipeline_plan(lower_bound_s=0.068))
 
 
 def test_sources_are_short():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffshard.pipelines.staged_array import StagedArray
+from diffshard.staged_array import StagedArray
 
 WHOLE = jnp.arange(30.0).reshape(5, 3, 2)
 STAGED = StagedArray([WHOLE[:, :1], WHOLE[:, 1:]], 1)

@@ -51,9 +51,9 @@ def test_inside_loops_what_is_linear_gives_the_whole_sum_and_all_else_is_refused
     fn = in_a_loop(operation)
     if not is_linear:
         with pytest.raises(ValueError, match=r"needs a result of the whole batch|a part of a sum"):
-            diffshard.in_microbatches(fn, 4)(WEIGHTS, X)
+            diffshard.pipelines.in_microbatches(fn, 4)(WEIGHTS, X)
         return
-    actual, expected = diffshard.in_microbatches(fn, 4)(WEIGHTS, X), fn(WEIGHTS, X)
+    actual, expected = diffshard.pipelines.in_microbatches(fn, 4)(WEIGHTS, X), fn(WEIGHTS, X)
     assert actual.dtype == expected.dtype
     tolerance = 2e-2 if actual.dtype == jnp.bfloat16 else 1e-5
     np.testing.assert_allclose(actual.astype(float), expected.astype(float), rtol=tolerance, atol=tolerance)
@@ -107,4 +107,4 @@ def test_what_needs_the_whole_batch_is_named(fn, operation, reason):
     with pytest.raises(
         ValueError, match=f"`num_microbatches` must be 1.*{operation} .*_(batches|functions).py.*{reason}"
     ):
-        jax.eval_shape(diffshard.in_microbatches(fn, 2), WEIGHTS, X)
+        jax.eval_shape(diffshard.pipelines.in_microbatches(fn, 2), WEIGHTS, X)

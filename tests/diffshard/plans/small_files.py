@@ -11,11 +11,13 @@ import diffshard
 from cost.base import Link
 from cost.lines import Line
 from cost.presets import preset
-from diffshard.embedding_tables.learned_cost import LearnedPrediction
+from diffshard.budgets.base import PhasePlans
 from diffshard.plans.base import PlannedObjective, PredictedCollective, TriedShape
 from diffshard.plans.comparison import ComparedPlan, Comparison
 from diffshard.plans.lanes import Lane, LaneBar
 from diffshard.plans.residuals import Rematerialisation, Residual
+from diffshard.resharding.moves import Move
+from diffshard.tables.learned_cost import LearnedPrediction
 from search_spaces.embedding_tables.base import DEVICE, EVERY_DEVICE, HOST, EmbeddingTable, Piece, TableDevices
 from tests.diffshard.bilevel_search.plans.small_bilevel_plan import proved_plan
 from tests.diffshard.pipelines.small_pipeline_plan import small_pipeline_plan
@@ -55,7 +57,7 @@ def full_plan() -> diffshard.Plan:
     )
 
 
-def table_plan() -> diffshard.TablePlan:
+def table_plan() -> diffshard.tables.TablePlan:
     """Two tables on two devices: a piece in memory of a host, copied rows, and columns in parts."""
     tables = (
         EmbeddingTable("users", 100, 8, 2.0, access=(3.0, 1.0)),
@@ -69,26 +71,45 @@ def table_plan() -> diffshard.TablePlan:
     )  # fmt: skip
     learned = LearnedPrediction("2 measured devices", (1e-3, 2e-3), (3e-3, 1e-3))
     mesh = AbstractMesh((2,), ("model",))
-    return diffshard.TablePlan(tables, devices, pieces, (("model", 2),), 0.0, "finished", 0.5, learned, mesh)
+    return diffshard.tables.TablePlan(
+        tables, devices, pieces, (("model", 2),), 0.0, "finished", 0.5, learned, mesh=mesh
+    )
 
 
-def group_plan() -> diffshard.GroupPlan:
+def group_plan() -> diffshard.experts.GroupPlan:
     """Three workers in two groups, which hold four experts each."""
-    return diffshard.GroupPlan(
+    return diffshard.experts.GroupPlan(
         groups=((0, 2), (1,)),
         expert_workers=((0, 0, 2, 2), (1, 1, 1, 1)),
-        computing_ms=(2.0, 3.0),
-        exchanging_ms=(1.0, 0.0),
-        all_reduce_ms=0.5,
-        merging_ms=4.0,
-        lower_bound_ms=3.0,
+        computing_s=(2.0, 3.0),
+        exchanging_s=(1.0, 0.0),
+        all_reduce_s=0.5,
+        merging_s=4.0,
+        lower_bound_s=3.0,
+        status="finished",
         search_s=0.1,
     )
 
 
-def assignment() -> diffshard.ExpertAssignment:
+def assignment() -> diffshard.experts.ExpertAssignment:
     """Eight experts on four workers."""
-    return diffshard.assign_experts([3, 3, 3, 2, 2, 3, 2, 3], [42, 56, 68, 22], [1, 5, 1, 3])
+    return diffshard.experts.assign_experts([3, 3, 3, 2, 2, 3, 2, 3], [42, 56, 68, 22], [1, 5, 1, 3])
+
+
+def placement() -> diffshard.pipelines.Placement:
+    """Six layers on three devices."""
+    return diffshard.pipelines.place([3, 3, 3, 2, 4, 4], [[0, 2, 4], [2, 0, 3], [4, 3, 0]])
+
+
+def budget() -> diffshard.elastic.Budget:
+    """Two phases of different devices, with the small plan in each."""
+    plan = small_plan()
+    mesh = AbstractMesh((2, 4), ("data", "model"))
+    phases = tuple(
+        diffshard.elastic.Phase(mesh=mesh, num_steps=n, hardware="h100", device_ids=tuple(range(8))) for n in (3, 5)
+    )
+    plans = PhasePlans((plan, plan), (Move(1e-3, 2048.0, 2),), (3.0, 5.0))
+    return diffshard.elastic.Budget(phases, plans, plans, 9e-3, "finished", 0.5)
 
 
 RECORDS: dict[str, Callable[[], Any]] = {
@@ -98,6 +119,8 @@ RECORDS: dict[str, Callable[[], Any]] = {
     "tables": table_plan,
     "groups": group_plan,
     "assignment": assignment,
+    "placement": placement,
+    "budget": budget,
 }
 """What makes a record of each kind; its class has `save` and `load`."""
 

@@ -61,7 +61,6 @@ def small_plan(**changes):
         "collectives": collectives,
         "peak_bytes": 1024.0,
         "lower_bound_s": 9e-3,
-        "gap": 0.1,
         "status": "finished",
         "solver": "gradient",
         "search_s": 1.5,

@@ -127,7 +127,7 @@ def test_each_cell_has_the_title_of_its_column_for_narrow_screens():
 
 
 def test_pages_of_plans_without_limits_bounds_or_history():
-    plan = small_plan(memory_limit_bytes=math.inf, lower_bound_s=-math.inf, gap=math.inf, history=(), notes=())
+    plan = small_plan(memory_limit_bytes=math.inf, lower_bound_s=-math.inf, history=(), notes=())
     checked(plan)
 
 

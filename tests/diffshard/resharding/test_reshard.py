@@ -83,7 +83,7 @@ def test_weights_arrive_as_the_other_plan_wants_them(where, split):
     spec = PartitionSpec(*(mesh.axis_names if d in split else None for d in range(2)))
     target = generation_plan(mesh, spec=spec)
     weights = source.init(init, jax.random.key(0))["weights"]
-    moved = diffshard.reshard(weights, source, target)
+    moved = diffshard.elastic.reshard(weights, source, target)
     for name, array in moved.items():
         np.testing.assert_array_equal(array, weights[name])
     assert moved["in"].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
@@ -112,7 +112,7 @@ def test_scalars_and_arrays_without_elements_move(shape):
 def test_a_state_with_keys_moves_and_training_goes_on():
     source, target = training_plan(mesh_of((2, 2), ("data", "model"))), training_plan(mesh_of((4,), ("data",), 4))
     state = source.init(init, jax.random.key(0))
-    moved = diffshard.reshard(state, source, target)
+    moved = diffshard.elastic.reshard(state, source, target)
     assert jax.random.key_data(moved["key"]).tolist() == jax.random.key_data(state["key"]).tolist()
     batch = jnp.ones((32, 16))
     step, expected = target.apply(train_step), jax.jit(train_step)(init(jax.random.key(0)), batch)
@@ -125,12 +125,12 @@ def test_floats_take_the_dtypes_of_the_other_plan():
     target = generation_plan(mesh_of((4,), ("x",), 4), "bfloat16")
     weights = source.shard(init(jax.random.key(0))["weights"])
     with pytest.raises(diffshard.PlanError, match=r"It is not `weights`: .* bfloat16.* was given .* of float32"):
-        diffshard.reshard(weights, source, target)
-    moved = diffshard.reshard(weights, source, target, cast=True)
+        diffshard.elastic.reshard(weights, source, target)
+    moved = diffshard.elastic.reshard(weights, source, target, cast=True)
     assert {array.dtype for array in moved.values()} == {jnp.dtype("bfloat16")}
     np.testing.assert_array_equal(moved["in"], weights["in"].astype("bfloat16"))
-    exact = diffshard.reshard_price(weights, source, generation_plan(mesh_of((4,), ("x",), 4)))
-    rounded = diffshard.reshard_price(weights, source, target, cast=True)
+    exact = diffshard.elastic.reshard_price(weights, source, generation_plan(mesh_of((4,), ("x",), 4)))
+    rounded = diffshard.elastic.reshard_price(weights, source, target, cast=True)
     assert rounded.num_bytes == exact.num_bytes / 2
     assert 0 < rounded.seconds <= exact.seconds
 
@@ -139,12 +139,12 @@ def test_the_price_counts_what_devices_do_not_hold_yet():
     mesh = mesh_of((8,), ("all",))
     rows, whole = generation_plan(mesh, spec=PartitionSpec("all")), generation_plan(mesh)
     weights = rows.shard(init(jax.random.key(0))["weights"])
-    to_whole = diffshard.reshard_price(weights, rows, whole)
+    to_whole = diffshard.elastic.reshard_price(weights, rows, whole)
     num_bytes = sum(array.nbytes for array in weights.values())
     assert to_whole.num_bytes == 7 * num_bytes  # each of 8 devices gets seven eighths
     assert to_whole.num_arrays == 2
-    assert diffshard.reshard_price(weights, rows, rows) == (0.0, 0.0, 0)
-    back = diffshard.reshard_price(whole.shard(weights), whole, rows)
+    assert diffshard.elastic.reshard_price(weights, rows, rows) == (0.0, 0.0, 0)
+    back = diffshard.elastic.reshard_price(whole.shard(weights), whole, rows)
     assert back == (0.0, 0.0, 0)  # all devices hold everything
 
 
@@ -152,19 +152,19 @@ def test_what_cannot_be_moved_is_refused_by_name():
     source, target = training_plan(mesh_of((8,), ("data",))), generation_plan(mesh_of((4,), ("x",), 4))
     state = source.init(init, jax.random.key(0))
     with pytest.raises(diffshard.PlanError, match=r"The tree is no argument of generate\. It is not `weights`"):
-        diffshard.reshard(state, source, target)
+        diffshard.elastic.reshard(state, source, target)
     with pytest.raises(diffshard.PlanError, match="`argument` is 'zz', but the plan was made for weights, prompt"):
-        diffshard.reshard(state["weights"], source, target, argument="zz")
+        diffshard.elastic.reshard(state["weights"], source, target, argument="zz")
     with pytest.raises(diffshard.PlanError, match="is not on the mesh of `from_plan`: put it there by"):
-        diffshard.reshard(init(jax.random.key(0))["weights"], source, target)
+        diffshard.elastic.reshard(init(jax.random.key(0))["weights"], source, target)
     with pytest.raises(TypeError, match="`to_plan` must be a Plan, not int"):
-        diffshard.reshard(state, source, 3)  # type: ignore[arg-type]
+        diffshard.elastic.reshard(state, source, 3)  # type: ignore[arg-type]
     abstract = generation_plan(AbstractMesh((4,), ("x",)))
     with pytest.raises(diffshard.PlanError, match="is abstract"):
-        diffshard.reshard(state["weights"], source, abstract)
+        diffshard.elastic.reshard(state["weights"], source, abstract)
     elsewhere = generation_plan(mesh_of((4,), ("x",), 4)).shard(state["weights"])
     with pytest.raises(diffshard.PlanError, match="on devices that the mesh of `from_plan` does not have"):
-        diffshard.reshard(elsewhere, generation_plan(mesh_of((4,), ("x",))), target)
+        diffshard.elastic.reshard(elsewhere, generation_plan(mesh_of((4,), ("x",))), target)
 
 
 def test_a_tree_that_fits_two_arguments_has_to_be_named():

@@ -29,7 +29,7 @@ def arguments(rows, width, dtype="float32"):
 
 def plan_of(rows, width, dtype="float32", **options):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", diffshard.WholeWorkWarning)
+        warnings.simplefilter("ignore", diffshard.plans.WholeWorkWarning)
         return diffshard.search(train_step, MESH, hardware="h100", **options).plan(*arguments(rows, width, dtype))
 
 
@@ -98,7 +98,7 @@ def test_an_operation_without_a_split_is_named_with_its_line():
         return weights - jnp.linalg.svd(weights @ x, full_matrices=False)[0]
 
     shapes = (jax.ShapeDtypeStruct((1024, 1024), "float32"),) * 2
-    with pytest.warns(diffshard.WholeWorkWarning):
+    with pytest.warns(diffshard.plans.WholeWorkWarning):
         plan = diffshard.search(step, MESH, hardware="h100").plan(*shapes)
     advice = only(plan, "compute svd (1x, ")
     assert "test_advice.py" in advice.words
@@ -132,7 +132,7 @@ def test_float8_saves_at_most_what_it_says():
     advice = only(plan, "round products to float8")
     options = Options(fn=train_step, mesh=MESH, hardware=plan.hardware, memory_limit_bytes=1e15)
     groups = product_groups(space_of(options, trace_function(options, args)))
-    formats = diffshard.Formats(1.0, increases={group.name: 0.0 for group in groups})
+    formats = diffshard.formats.Formats(1.0, increases={group.name: 0.0 for group in groups})
     rounded = plan_of(65536, 4096, "bfloat16", formats=formats)
     assert plan.step_s - rounded.step_s == pytest.approx(advice.seconds, rel=0.05)
     assert plan.computing is not None

@@ -95,7 +95,7 @@ FUNCTIONS = [
 
 
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda f: f.__name__)
-@pytest.mark.filterwarnings("ignore::diffshard.WholeWorkWarning")  # matrices are decomposed whole
+@pytest.mark.filterwarnings("ignore::diffshard.plans.WholeWorkWarning")  # matrices are decomposed whole
 def test_runs_as_on_one_device(fn):
     w, x = weights(3, 8, 8), weights(16, 8)
     step = diffshard.search(fn, mesh_2x2(), hardware=SLOW)

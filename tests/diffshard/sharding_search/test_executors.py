@@ -220,7 +220,7 @@ def test_an_argmax_of_a_whole_dimension_has_a_form_on_blocks():
     np.testing.assert_allclose(step(plan.shard(x)), fn(x), rtol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore::diffshard.WholeWorkWarning")  # what runs whole is meant
+@pytest.mark.filterwarnings("ignore::diffshard.plans.WholeWorkWarning")  # what runs whole is meant
 def test_a_plan_for_a_program_splits_only_what_has_a_form_on_one_devices_part():
     def fn(x):
         """Multiplies neighbours in each image: windows have a form on parts for sums and maxima only."""

@@ -107,7 +107,7 @@ def test_what_is_chosen_changes_what_is_measured(monkeypatch):
 
 def test_validation_runs_have_the_losses_of_the_program_and_no_rule_within_the_limit_is_faster():
     runs = [calls_of(1, 10), calls_of(2, 10)]
-    formats = diffshard.Formats(0.01, calls=calls_of(3, 8), steps=4, validation_runs=runs)
+    formats = diffshard.formats.Formats(0.01, calls=calls_of(3, 8), steps=4, validation_runs=runs)
     losses = losses_of(formats)
     inside = list(losses.groups)[1:4]
     products = [v.index for name in inside for v in losses.groups[name].vertices]
@@ -128,7 +128,7 @@ def test_validation_runs_have_the_losses_of_the_program_and_no_rule_within_the_l
 
 def test_looks_at_chosen_formats_by_hand():
     calls = calls_of(3, 11)
-    formats = diffshard.Formats(1.0, calls=calls, steps=4, looks=2, factor=2.0)
+    formats = diffshard.formats.Formats(1.0, calls=calls, steps=4, looks=2, factor=2.0)
     assert formats.look_starts == [0, 7]
     losses = losses_of(formats)
     groups = list(losses.groups.values())
@@ -159,7 +159,7 @@ def test_a_narrower_function_is_measured_in_place_of_the_searched_one():
     measured = {"calls": calls_of(3, 8), "steps": 4, "measured_fn": train_step}
     plan = search(mesh, UNLIMITED, hardware=hardware, **measured).plan(*wide)
     assert plan.formats is not None
-    losses = losses_of(diffshard.Formats(UNLIMITED, **measured))
+    losses = losses_of(diffshard.formats.Formats(UNLIMITED, **measured))
     products = [v.index for group in losses.groups.values() for v in group.vertices]
     assert plan.formats.measured_increase == losses.increase_of(products).mean
     with pytest.raises(ValueError, match=r"calls\[0\]` has other arrays"):
@@ -189,14 +189,14 @@ def test_rules_by_hand():
 
 def test_batches_that_the_looks_have_seen_are_warned_of():
     calls = calls_of(3, 8)
-    formats = diffshard.Formats(
+    formats = diffshard.formats.Formats(
         1.0, calls=calls, steps=4, validation_runs=[calls_of(4, 3), [*calls_of(5, 3), calls[2]]]
     )
     with pytest.warns(UserWarning, match=r"1 of the 7 calls of `Formats.validation_runs` have batches"):
         losses_of(formats)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        losses_of(diffshard.Formats(1.0, calls=calls, steps=4, validation_runs=[calls_of(4, 3)]))
+        losses_of(diffshard.formats.Formats(1.0, calls=calls, steps=4, validation_runs=[calls_of(4, 3)]))
 
 
 def test_steps_that_train_nothing():
@@ -209,7 +209,7 @@ def test_steps_that_train_nothing():
 
     for fn, what in ((gives_no_state, "no result replaces an argument"), (takes_no_gradients, "no gradients by JAX")):
         with pytest.raises(ValueError, match=rf"{fn.__name__} is none: .*{what}.*increases"):
-            losses_of(diffshard.Formats(1.0, calls=calls_of(3, 4), steps=2), fn)
+            losses_of(diffshard.formats.Formats(1.0, calls=calls_of(3, 4), steps=2), fn)
 
 
 def test_a_loss_for_each_example_is_no_loss():
@@ -217,13 +217,13 @@ def test_a_loss_for_each_example_is_no_loss():
         return train_step(params, batch)[0], jnp.mean((batch[0] @ params["head"] - batch[1]) ** 2, axis=1)
 
     with pytest.raises(ValueError, match=r"none of the results.*result\[1\] is float32\[16\].*mean loss"):
-        losses_of(diffshard.Formats(1.0, calls=calls_of(3, 4), steps=2), losses_of_examples)
+        losses_of(diffshard.formats.Formats(1.0, calls=calls_of(3, 4), steps=2), losses_of_examples)
     with pytest.raises(ValueError, match=r"'result\[1\]'.*but float32\[16\]"):
-        losses_of(diffshard.Formats(1.0, calls=calls_of(3, 4), steps=2, loss="result[1]"), losses_of_examples)
+        losses_of(diffshard.formats.Formats(1.0, calls=calls_of(3, 4), steps=2, loss="result[1]"), losses_of_examples)
 
 
 def test_formats_that_diverge_are_measured_as_inf():
-    losses = losses_of(diffshard.Formats(1.0, calls=calls_of(3, 4), steps=2))
+    losses = losses_of(diffshard.formats.Formats(1.0, calls=calls_of(3, 4), steps=2))
     losses._run = lambda state, calls, on: (state, np.full(len(calls), np.inf if on else 1.0))  # pyright: ignore
     groups = list(losses.groups.values())
     assert losses.increase_of([v.index for group in groups for v in group.vertices]) == (np.inf, None)
@@ -260,7 +260,7 @@ def test_known_increases_begin_the_rounds_and_name_what_may_be_rounded():
     ],
 )
 def test_what_cannot_be_measured_is_named(options, error, words):
-    formats = diffshard.Formats(0.01, **options)
+    formats = diffshard.formats.Formats(0.01, **options)
     mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
     with pytest.raises(error, match=words):
         diffshard.search(train_step, mesh, hardware="h100", formats=formats).plan(*calls_of(0, 1)[0])

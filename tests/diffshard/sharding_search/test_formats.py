@@ -50,7 +50,7 @@ def fast_links(mesh):
 
 def search(mesh, limit, fn=train_step, hardware=None, **formats):
     hardware = fast_links(mesh) if hardware is None else hardware
-    return diffshard.search(fn, mesh, hardware=hardware, formats=diffshard.Formats(limit, **formats))
+    return diffshard.search(fn, mesh, hardware=hardware, formats=diffshard.formats.Formats(limit, **formats))
 
 
 def groups_on(mesh, hardware, args):
@@ -128,7 +128,7 @@ def test_a_limit_that_no_group_meets_leaves_the_step_as_it_is():
 def test_formats_that_break_a_rule(formats, match):
     mesh = mesh_of(2)
     with pytest.raises(ValueError, match=match):
-        diffshard.search(train_step, mesh, hardware=fast_links(mesh), formats=diffshard.Formats(**formats))
+        diffshard.search(train_step, mesh, hardware=fast_links(mesh), formats=diffshard.formats.Formats(**formats))
 
 
 def test_hardware_without_float8_is_refused_by_name():

@@ -202,12 +202,12 @@ try:
     diffshard.bilevel(None, mesh, space=None, weights_optimizer=optax.sgd(0.1))
 except ValueError as error:
     print(error)
-phase = diffshard.Phase(mesh=mesh, num_steps=1)
+phase = diffshard.elastic.Phase(mesh=mesh, num_steps=1)
 try:
-    diffshard.budget(lambda x: x, [phase, phase], 1.0)
+    diffshard.elastic.budget(lambda x: x, [phase, phase], 1.0)
 except ValueError as error:
     print(error)
-hardware = diffshard.calibrate(mesh, dtypes=("float32",), matrix_size=64, largest_bytes=2**14, repeats=1)
+hardware = diffshard.hardware.calibrate(mesh, dtypes=("float32",), matrix_size=64, largest_bytes=2**14, repeats=1)
 print(hardware, hardware.links["data"].num_hosts)
 """
     outputs = [output.stdout.splitlines() for output in run_processes(program, 2, tmp_path, devices_each=1)]

@@ -92,7 +92,7 @@ def test_results_of_the_compiled_program_lie_over_donated_arguments(donated):
     assert (aliases in compiled.as_text()) == (donated != ())
 
 
-@pytest.mark.filterwarnings("ignore::diffshard.WholeWorkWarning")  # a sort
+@pytest.mark.filterwarnings("ignore::diffshard.plans.WholeWorkWarning")  # a sort
 def test_the_bound_leaves_out_what_only_storing_costs():
     """A sort runs whole. Links are so fast that the cost prefers to store a quarter and gather it, which is slower."""
     hardware = diffshard.Hardware("fast links", 1e9, 1e9, 1e9, {axis: diffshard.Link(0.0, 1e-14) for axis in "xy"})

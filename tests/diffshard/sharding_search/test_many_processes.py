@@ -47,6 +47,7 @@ import json
 import warnings
 from jax.sharding import AxisType
 import diffshard
+from diffshard import baselines
 
 mesh = jax.make_mesh((2, jax.device_count() // 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 state, batch = in_float32(state_of()), in_float32(batches_of(0))
@@ -79,7 +80,7 @@ for number in range(3):
 result["losses"] = losses
 
 limits = {"time_limit_s": 5.0 * (process + 1), "names": ["fsdp", "megatron", "hybrid fsdp"]}
-experts = diffshard.expert_plans(step, mesh, state, batch, hardware="cpu", memory_limit_bytes=2e6, **limits)
+experts = baselines.baseline_plans(step, mesh, state, batch, hardware="cpu", memory_limit_bytes=2e6, **limits)
 fsdp = experts["fsdp"]
 result["experts"] = [[str(expert) for expert in experts.values()], dict(experts.left_out)]
 result["expert's loss"] = float(fsdp.apply(step)(*fsdp.shard(state, batch))[1])
@@ -100,15 +101,15 @@ result["devices"] = message_of(
 other_mesh = jax.make_mesh((8,), ("all",), axis_types=(AxisType.Auto,))
 target = diffshard.search(step, other_mesh, hardware="cpu", in_shardings=(jax.P("all"), None)).plan(state, batch)
 made = plan.init(lambda: in_float32(state_of()))
-moved = diffshard.reshard(made, plan, target)
+moved = diffshard.elastic.reshard(made, plan, target)
 expected = target.shard(state)
 result["moved"] = [
     bool((np.asarray(a.data) == np.asarray(b.data)).all()) and a.index == b.index
     for name in state for a, b in zip(moved[name].addressable_shards, expected[name].addressable_shards, strict=True)
 ]
-result["move"] = diffshard.reshard_price(made, plan, target)
+result["move"] = diffshard.elastic.reshard_price(made, plan, target)
 own_plan = diffshard.search(step, jax.make_mesh((4,), ("all",), devices=jax.local_devices()), hardware="cpu").plan
-result["elsewhere"] = message_of(lambda: diffshard.reshard(made, plan, own_plan(state, batch)))
+result["elsewhere"] = message_of(lambda: diffshard.elastic.reshard(made, plan, own_plan(state, batch)))
 result["one device"] = message_of(lambda: searched(check="numbers").plan(state, batch))
 result["limits"] = message_of(lambda: searched(memory_limit_bytes=8e9 - process).plan(state, batch))
 other = {**state, "down": state["down"].astype(np.float16 if process else np.float32)}
@@ -137,12 +138,12 @@ wrong = {
     "solver": lambda: searched(solver="cpu" if process == 0 else "gradient", time_limit_s=5.0).plan(state, batch),
     "mesh": lambda: diffshard.search(step, None if process else mesh, hardware="cpu").plan(state, batch),
     "sharding": lambda: searched(in_shardings=(None, jax.P("nope" if process else "data"))).plan(state, batch),
-    "names": lambda: diffshard.expert_plans(step, mesh, state, batch, names=["fsdp", "zero"][: 1 + process]),
+    "names": lambda: baselines.baseline_plans(step, mesh, state, batch, names=["fsdp", "zero"][: 1 + process]),
     "directory": lambda: diffshard.resume("" if process else "made", step, mesh, state_of, batch, hardware="cpu"),
     "arguments": lambda: searched().plan(state, *[batch] * (1 + process)),
     "plans": lambda: diffshard.compare(step, mesh, state, batch, plans={"found": plan} if process else None),
     "target": lambda: diffshard.compare(step, mesh, state, batch, plans={"a": plan}, target=("host", "x")[process]),
-    "repeats": lambda: diffshard.calibrate(mesh, dtypes=("float32",) if process else None),
+    "repeats": lambda: diffshard.hardware.calibrate(mesh, dtypes=("float32",) if process else None),
     "applied": lambda: plan.apply(step, (mesh, own)[process]).plan(state, batch),
 }
 own = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.local_devices())

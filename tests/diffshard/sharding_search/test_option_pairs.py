@@ -1,5 +1,6 @@
 """All pairs of options of `search`: each works, or is refused by name with a reason that the docs have, too."""
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -36,9 +37,15 @@ def earlier():
     return diffshard.search(step, mesh(), hardware="h100", solver="greedy").plan(*SHAPES)
 
 
+@functools.cache
+def earlier_pipeline():
+    return diffshard.search(step, devices=8, hardware="h100", pipeline=PIPELINE).plan(*SHAPES)
+
+
+PIPELINE = diffshard.Pipeline(microbatches=(2,), max_stages=2)
 OPTIONS = {
     "devices": lambda _: jax.devices(),
-    "pipeline": lambda _: diffshard.Pipeline(microbatches=(2,), max_stages=2),
+    "pipeline": lambda _: PIPELINE,
     "remat": lambda _: "search",
     "in_shardings": lambda _: (None, PartitionSpec("data")),
     "logical_axis_rules": lambda _: (("batch", "data"),),
@@ -52,14 +59,21 @@ OPTIONS = {
     "static_argnames": lambda _: "scale",
     "executor": lambda _: "program",
     'executor="constraints"': lambda _: "constraints",
+    'executor="propagation"': lambda _: "propagation",
     "check": lambda _: "numbers",
     'check="compile"': lambda _: "compile",
     "cache": lambda folder: folder,
     "start": lambda _: earlier(),
-    "formats": lambda _: diffshard.Formats(0.1, increases={}),
+    "formats": lambda _: diffshard.formats.Formats(0.1, increases={}),
     "objective": lambda _: lambda step: step.seconds + 1e-12 * step.peak_bytes,
 }
 """A value of each option; the part before `=` is its name."""
+WITH_PIPELINE = {
+    "in_shardings": lambda _: (None, PartitionSpec("x")),
+    "logical_axis_rules": lambda _: (("batch", "x"),),
+    "start": lambda _: earlier_pipeline(),
+}
+"""Values that are others with a pipeline, whose stages have meshes of their own."""
 COMPILES = {'check="compile"'}
 """What takes a compiler, and so is tried where it is refused only."""
 
@@ -77,7 +91,8 @@ def reason_for(one, other):
 
 
 def searched(options, folder):
-    values = {name_of(option): OPTIONS[option](folder) for option in options}
+    of_option = {**OPTIONS, **WITH_PIPELINE} if "pipeline" in options else OPTIONS
+    values = {name_of(option): of_option[option](folder) for option in options}
     if "pipeline" in values:
         values.setdefault("devices", 8)
     values.setdefault("hardware", "h100")
@@ -85,7 +100,7 @@ def searched(options, folder):
 
 
 def names_axes_of_an_open_mesh(options):
-    return "devices" in options and {"in_shardings", "logical_axis_rules"} & set(options)
+    return "devices" in options and "pipeline" not in options and {"in_shardings", "logical_axis_rules"} & set(options)
 
 
 PAIRS = [pair for pair in itertools.combinations(OPTIONS, 2) if name_of(pair[0]) != name_of(pair[1])]
@@ -112,13 +127,15 @@ def test_an_option_goes_with_each_other_or_is_refused_with_a_reason(option, tmp_
 
 def test_what_goes_with_a_pipeline_goes_with_it_together(tmp_path):
     names = [o for o in OPTIONS if o != "pipeline" and reason_for("pipeline", o) is None and o not in COMPILES]
-    assert set(names) == {
-        "devices", "time_limit_s", "solver", "memory_limit_bytes", "donate_argnums", "donate_argnames", "cache",
-        "static_argnums", "static_argnames",
+    assert set(OPTIONS) - set(names) == {
+        "pipeline", "objective", "formats", 'executor="propagation"', 'check="compile"'
     }  # fmt: skip
-    names.remove("solver")
-    plan = searched(["pipeline", *names], tmp_path).plan(*SHAPES)
-    assert plan.step_s > 0
+    names = [name for name in names if name not in ("solver", "executor")]
+    planned = searched(["pipeline", *names], tmp_path)
+    assert planned.plan(*SHAPES).step_s > 0
+    args = jax.tree.map(lambda s: jnp.full(s.shape, 0.1), SHAPES)
+    _, expected = step(*args)
+    assert jnp.allclose(planned(*args)[1], expected)  # donates the weights
 
 
 def test_the_page_has_each_refused_pair_with_its_reason():
@@ -154,6 +171,15 @@ def test_modules_go_with_an_option(option, tmp_path):
     assert not jnp.allclose(model.kernel[...], before)
 
 
-def test_modules_do_not_go_with_a_pipeline():
-    with pytest.raises(ValueError, match=r"`nnx.search` cannot be given `pipeline`: stages take arrays"):
-        diffshard.nnx.search(nnx_step, devices=8, pipeline=diffshard.Pipeline())
+def test_modules_go_with_a_pipeline_and_its_plan_is_applied():
+    cluster = diffshard.Cluster.from_devices(jax.devices()[:2], hardware="h100")
+    pipeline = dataclasses.replace(PIPELINE, batch_argnums=2)
+    pipelined = diffshard.nnx.search(nnx_step, cluster, pipeline=pipeline)
+    plan = pipelined.plan(*nnx_arguments())
+    for step in (pipelined, diffshard.nnx.apply(plan, nnx_step, cluster)):
+        model, optimizer, batch = nnx_arguments()
+        expected, of_expected, _ = nnx_arguments()
+        for _ in range(2):
+            assert jnp.allclose(step(model, optimizer, batch), nnx.jit(nnx_step)(expected, of_expected, batch))
+        assert jnp.allclose(model.kernel[...], expected.kernel[...], atol=1e-6)
+        assert int(optimizer.step[...]) == 2

@@ -85,7 +85,7 @@ def test_what_a_loop_over_microbatches_keeps_is_chosen_as_well(step):
     params, x = arguments()
     x = jnp.concatenate([x] * 16)
     mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
-    parts = functools.partial(diffshard.search, diffshard.in_microbatches(step, 4), mesh, hardware="h100")
+    parts = functools.partial(diffshard.search, diffshard.pipelines.in_microbatches(step, 4), mesh, hardware="h100")
     with pytest.raises(diffshard.InfeasibleError) as error:
         parts(memory_limit_bytes=1e3).plan(params, x)
     (least,) = re.findall(r"at least ([\d,]+) bytes", str(error.value))

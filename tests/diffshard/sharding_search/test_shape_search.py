@@ -107,7 +107,7 @@ def test_a_memory_limit_that_no_shape_keeps_is_an_error():
         diffshard.search(train_step, devices=CLUSTER, memory_limit_bytes=10).plan(*ARGUMENTS)
 
 
-@pytest.mark.filterwarnings("ignore::diffshard.WholeWorkWarning")  # 4 rows on 3 devices
+@pytest.mark.filterwarnings("ignore::diffshard.plans.WholeWorkWarning")  # 4 rows on 3 devices
 def test_shapes_that_do_not_fit_the_memory_are_left_out():
     def step(x: jax.Array) -> jax.Array:  # 6 rows: only an axis of 2 or of 3 divides them
         return jnp.tanh(x)

@@ -41,7 +41,7 @@ def uneven():
 def test_an_uneven_batch_is_told_once_with_the_size_that_would_be_split(uneven):
     plan, told = uneven
     (warning,) = told
-    assert warning.category is diffshard.WholeWorkWarning
+    assert warning.category is diffshard.plans.WholeWorkWarning
     message = str(warning.message)
     assert "train_step" in message
     assert "dimension 0 of batch[0] and of 1 more argument is 8,191" in message
@@ -75,10 +75,10 @@ def test_a_small_step_on_a_large_mesh_is_not_told():
 
 
 def test_a_budget_tells_it_as_well():
-    phases = [diffshard.Phase(mesh=MESH, num_steps=n, hardware="h100") for n in (1, 2)]
+    phases = [diffshard.elastic.Phase(mesh=MESH, num_steps=n, hardware="h100") for n in (1, 2)]
     params = {"up": jax.ShapeDtypeStruct((512, 2048), "float32"), "down": jax.ShapeDtypeStruct((2048, 512), "float32")}
-    with pytest.warns(diffshard.WholeWorkWarning, match="8,191"):
-        diffshard.budget(train_step, phases, params, (jax.ShapeDtypeStruct((8191, 512), "float32"),) * 2)
+    with pytest.warns(diffshard.plans.WholeWorkWarning, match="8,191"):
+        diffshard.elastic.budget(train_step, phases, params, (jax.ShapeDtypeStruct((8191, 512), "float32"),) * 2)
 
 
 def test_operations_without_a_way_to_be_split_are_named():
@@ -86,5 +86,7 @@ def test_operations_without_a_way_to_be_split_are_named():
         return weights + jnp.sort(x.ravel()).sum()
 
     shapes = (jax.ShapeDtypeStruct((8,), "float32"), jax.ShapeDtypeStruct((4096, 4096), "float32"))
-    with pytest.warns(diffshard.WholeWorkWarning, match=r"nothing of sort \(1x, .*test_whole_work\.py.* can be split"):
+    with pytest.warns(
+        diffshard.plans.WholeWorkWarning, match=r"nothing of sort \(1x, .*test_whole_work\.py.* can be split"
+    ):
         diffshard.search(ranked, MESH, hardware="h100").plan(*shapes)

@@ -120,8 +120,12 @@ def test_a_gap_that_is_small_enough_stops_the_solver(alike):
 @pytest.mark.parametrize(
     ("solver", "error", "said"),
     [
-        (_proposing((np.array([0, 1]), 4.0)), TypeError, r"`solver` must yield diffshard.Proposal.*, not \(array"),
-        (_proposing(np.array([0, 1])), TypeError, "`solver` must yield diffshard.Proposal"),
+        (
+            _proposing((np.array([0, 1]), 4.0)),
+            TypeError,
+            r"`solver` must yield diffshard.solvers.Proposal.*, not \(array",
+        ),
+        (_proposing(np.array([0, 1])), TypeError, "`solver` must yield diffshard.solvers.Proposal"),
         (_proposing(Proposal(np.array([0]))), ValueError, r"each of the 2 nodes .*, not a choice of shape \(1,\)"),
         (_proposing(Proposal(np.ones((2, 2)))), ValueError, r"not a choice of shape \(2, 2\)"),
         (_proposing(Proposal(np.array([0.6, 1.0]))), ValueError, "must propose strategy indices.*, not float64"),

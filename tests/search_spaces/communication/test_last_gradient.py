@@ -42,7 +42,7 @@ def _space(*strategies):
 def test_with_probability_one_it_is_delayed_training_on_one_device():
     """As an index and as weights, its step t + 1 makes the weights that step t of `delayed` makes."""
 
-    @diffshard.delayed
+    @diffshard.pipelines.delayed
     def reference(state, batch):
         params, opt_state = state
         updates, opt_state = OPTIMIZER.update(jax.grad(plain_loss)(params, batch), opt_state)
@@ -62,9 +62,9 @@ def test_with_probability_one_it_is_delayed_training_on_one_device():
             gradients, residuals = steps[i](params, batch, residuals)
             updates, opt_state = OPTIMIZER.update(gradients, opt_state)
             runs[i] = optax.apply_updates(params, updates), opt_state, residuals
-            assert_close(runs[i][0], diffshard.current_version(state)[0], atol=1e-5)
+            assert_close(runs[i][0], diffshard.pipelines.current_version(state)[0], atol=1e-5)
         state, _ = run_reference(state, batch)
-        moved = optax.tree.norm(jax.tree.map(jnp.subtract, diffshard.current_version(state)[0], PARAMS))
+        moved = optax.tree.norm(jax.tree.map(jnp.subtract, diffshard.pipelines.current_version(state)[0], PARAMS))
         assert moved > 0.05 * (t + 1), "the steps are too small to show a wrong one"
 
 

@@ -171,7 +171,7 @@ def test_weights_are_gathered_as_codes_with_the_same_numbers(monkeypatch):
         mesh,
         hardware=hardware,
         in_shardings=(PartitionSpec("data"), PartitionSpec("data")),
-        formats=diffshard.Formats(1.0, increases=every_group(layers_step, mesh, hardware, params, batch)),
+        formats=diffshard.formats.Formats(1.0, increases=every_group(layers_step, mesh, hardware, params, batch)),
     )
     plan = stored.plan(params, batch)
     gathered = [c for c in plan.collectives if c.kind == "all_gather"]

@@ -2,7 +2,6 @@
 
 import json
 import math
-from typing import Any
 
 import pytest
 
@@ -132,66 +131,16 @@ def test_a_plan_without_nodes_is_damage():
         from_json({**to_json(proposed_plan()), "nodes": [], "choice": []}, "plan.json", BilevelPlan)
 
 
-def _version_2(plan: BilevelPlan) -> dict[str, Any]:
-    """A plan as the second version wrote it."""
-    document = to_json(plan)
-    document["version"] = 2
-    document["groups"] = document.pop("nodes")
-    return document
-
-
-def _version_1(plan: BilevelPlan) -> dict[str, Any]:
-    """A plan as the first version wrote it."""
-    document = _version_2(plan)
-    document["version"] = 1
-    document["lossless"] = document.pop("all_exact")
-    for group in document["groups"]:
-        exact_sent_bytes = group.pop("exact_sent_bytes")
-        if group["traffic"]:
-            group["traffic"]["times"] = group["traffic"].pop("count")
-            group["traffic"]["exact_sent_bytes"] = exact_sent_bytes
-    for candidate in document["proof"]["table"] if document["proof"] else ():
-        candidate["row"] = candidate.pop("record")
-    return document
-
-
-def test_files_of_version_2_are_read():
-    assert from_json(_version_2(proposed_plan()), "plan.json", BilevelPlan) == proposed_plan()
-
-
-@pytest.mark.parametrize("repeats_the_winner", [False, True])
-def test_files_of_version_1_are_read(repeats_the_winner):
-    plan = proved_plan()
-    assert plan.proof is not None
-    finite = plan._replace(proof=plan.proof._replace(table=plan.proof.table[:3]))
-    document = _version_1(finite)
-    if repeats_the_winner:  # as the first files did
-        document["proof"]["winner"] = document["proof"]["table"][0]
-    assert from_json(document, "plan.json", BilevelPlan) == finite
-    assert from_json(_version_1(proposed_plan()), "plan.json", BilevelPlan) == proposed_plan()
-
-
-@pytest.mark.parametrize("field", ["row", "traffic"])
-def test_damaged_files_of_version_1_are_refused(field):
-    document = _version_1(proved_plan())
-    del (document["proof"]["table"][0] if field == "row" else document["groups"][0])[field]
-    if field == "traffic":
-        document["groups"][0]["traffic"] = {"times": 1}
-    with pytest.raises(PlanError, match="is a damaged plan"):
-        from_json(document, "plan.json", BilevelPlan)
-
-
-def test_a_file_from_before_there_were_notes_is_read():
-    document = _version_1(proposed_plan())
-    del document["notes"]
-    assert from_json(document, "plan.json", BilevelPlan) == proposed_plan()
+def test_a_file_of_an_older_version_is_refused():
+    with pytest.raises(PlanError, match=r"version 2; this diffshard reads version 3\. Update diffshard, or"):
+        from_json({**to_json(proposed_plan()), "version": 2}, "plan.json", BilevelPlan)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("9" * 5_000, "is not JSON"), ("[]", "not a plan file"),
      ('{"format": ["diffshard plan"]}', "not a plan file"), ('{"format": "else"}', "not a plan file"),
-     (json.dumps({"format": "diffshard bilevel plan", "version": 4}), "version 4; this diffshard reads version 1 and")],
+     (json.dumps({"format": "diffshard bilevel plan", "version": 4}), "version 4; this diffshard reads version 3")],
 )  # fmt: skip
 def test_files_that_are_no_plan(text, message, tmp_path):
     (tmp_path / "plan.json").write_text(text)

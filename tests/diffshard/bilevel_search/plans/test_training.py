@@ -52,7 +52,7 @@ def _assert_close(one: TrainingState, other: TrainingState, *, rtol: float, atol
         assert np.mean(~np.isclose(x, y, rtol=rtol, atol=atol)) <= strays
 
 
-@pytest.mark.filterwarnings("ignore::diffshard.WholeWorkWarning")  # explicit reshards have no rule
+@pytest.mark.filterwarnings("ignore::diffshard.plans.WholeWorkWarning")  # explicit reshards have no rule
 @pytest.mark.parametrize(("exact_share", "axis_type"), [(0.0, AxisType.Auto), (0.5, AxisType.Explicit)])
 def test_a_mesh_and_a_searched_step_give_the_emulations_numbers(exact_share, axis_type):
     plan, mesh = proposed_plan()._replace(exact_share=exact_share), jax.make_mesh((2, 4), tuple(MESH), (axis_type,) * 2)

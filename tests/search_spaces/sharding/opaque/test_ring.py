@@ -265,7 +265,7 @@ def test_a_ring_is_chosen_for_long_sequences_of_few_heads():
         "most of it beside arithmetic"
     )
     # Two heads of 512 queries are eight blocks, which do not fill one device: parts would take as long.
-    with pytest.warns(diffshard.WholeWorkWarning, match="repeated on several devices"):
+    with pytest.warns(diffshard.plans.WholeWorkWarning, match="repeated on several devices"):
         _, specs = chosen(512, heads=2)
     assert (sequence, sequence) not in specs
 

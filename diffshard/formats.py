@@ -1,0 +1,40 @@
+"""What changes numbers, for less time: products in float8, lossy collectives, and what `bilevel` chooses from.
+
+>>> step = diffshard.search(train_step, mesh, formats=diffshard.formats.Formats(max_loss_increase=0.01))
+>>> plan = diffshard.bilevel(device_loss, mesh, params, batch, max_loss_increase=0.01)
+
+`Formats` asks `search` for products in float8. `bilevel` chooses for each collective a strategy (`Exact`, `Encode` in a
+precision such as `INT8`, `EveryK`, `ErrorFeedback`, `Schedule`, `LastGradient`), by an estimate of what it does to the
+loss (`curvature`, `mixture`, `sampled`). `alternatives` declares approximations of your own; `expert_layer` and
+`windowed_attention` are layers that have some.
+"""
+
+from typing import TYPE_CHECKING
+
+from diffshard.public_names import lazy_names
+
+if TYPE_CHECKING:
+    from diffshard.bilevel_search.estimators.curvature import curvature as curvature
+    from diffshard.bilevel_search.estimators.mixture import mixture as mixture
+    from diffshard.bilevel_search.estimators.sampled import sampled as sampled
+    from diffshard.bilevel_search.plans.pareto import Pareto as Pareto
+    from diffshard.bilevel_search.plans.pareto import pareto as pareto
+    from diffshard.bilevel_search.proving import CandidatesData as CandidatesData
+    from diffshard.bilevel_search.search import BilevelSearch as BilevelSearch
+    from diffshard.sharding_search.number_formats import Formats as Formats
+    from search_spaces.communication.base import BFLOAT16 as BFLOAT16
+    from search_spaces.communication.base import FLOAT8 as FLOAT8
+    from search_spaces.communication.base import INT4 as INT4
+    from search_spaces.communication.base import INT8 as INT8
+    from search_spaces.communication.last_gradient import LastGradient as LastGradient
+    from search_spaces.communication.layers.attention import windowed_attention as windowed_attention
+    from search_spaces.communication.layers.expert import expert_layer as expert_layer
+    from search_spaces.communication.places import alternatives as alternatives
+    from search_spaces.communication.space import CommunicationSpace as CommunicationSpace
+    from search_spaces.communication.strategies import Encode as Encode
+    from search_spaces.communication.strategies import ErrorFeedback as ErrorFeedback
+    from search_spaces.communication.strategies import EveryK as EveryK
+    from search_spaces.communication.strategies import Exact as Exact
+    from search_spaces.communication.strategies import Schedule as Schedule
+
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -1,0 +1,149 @@
+"""A plan of a pipeline as users have it: data that can be shown, saved, loaded, and applied to a step."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from os import PathLike
+from typing import Any, Literal
+
+from cost.base import Hardware
+from diffshard.base import PlanError
+from diffshard.live_progress import LiveLine
+from diffshard.pipelines.base import Pipeline
+from diffshard.pipelines.course import Course
+from diffshard.pipelines.cutting import UncutStep, uncut_step
+from diffshard.pipelines.decisions import trace_facts
+from diffshard.pipelines.given_pipeline import applied_pipeline
+from diffshard.pipelines.options import PipelineOptions, donated_arrays, pipeline_options
+from diffshard.pipelines.pipelined_function import PipelinedFunction
+from diffshard.pipelines.planned_pipeline import FoundPipeline
+from diffshard.pipelines.plans.base import PipelinePlanData
+from diffshard.pipelines.plans.file import load, save, to_json
+from diffshard.pipelines.plans.page import format_pipeline_page
+from diffshard.pipelines.plans.text import format_pipeline_in_line, format_pipeline_plan
+from diffshard.plans.file import from_json as plan_from_json
+from diffshard.plans.notebook import framed
+from diffshard.processes import Processes
+from diffshard.sharding_search.fingerprints import digest_of
+from diffshard.sharding_search.plan import Plan
+
+
+@dataclass(frozen=True)
+class PipelinePlan(PipelinePlanData):
+    """How a training step runs as a pipeline. Made by `diffshard.search(fn, cluster, pipeline=...).plan(*args)`.
+
+    `print` shows it. Its fields are those of `PipelinePlanData`.
+    """
+
+    def __str__(self) -> str:
+        return format_pipeline_plan(self)
+
+    def __repr__(self) -> str:
+        return format_pipeline_in_line(self)
+
+    def html(self) -> str:
+        """Returns the plan as a self-contained page for a browser; in a notebook a plan shows itself as this page."""
+        return format_pipeline_page(self)
+
+    def _repr_html_(self) -> str:
+        return framed(self.html())
+
+    def programs(self) -> dict[str, Plan]:
+        """Returns the plans of the stages' programs by name, such as "stage_0_forward"; each is a plan of its own."""
+        documents = [content for _, content in self.decisions if isinstance(content, dict) and "plan" in content]
+        plans = [plan_from_json(document["plan"], "the plan of a pipeline", Plan) for document in documents]
+        return {plan.function: plan for plan in plans}
+
+    def apply(
+        self,
+        fn: Callable[..., Any],
+        devices: Any,
+        *,
+        hardware: Hardware | str | None = None,
+        check: Literal["numbers"] | None = None,
+    ) -> "PipelinedFunction[PipelinePlan]":
+        """Gives a training step this plan without a search; returns a callable as `diffshard.search` does.
+
+        >>> step = diffshard.PipelinePlan.load("plan.json").apply(train_step, jax.devices())
+        >>> state, loss = step(state, batch)
+
+        Args:
+          fn: the training step that the plan was made for.
+          devices: as many as the plan's, in the same order: JAX devices, or a `Cluster` of the same hosts.
+          hardware: of the devices, as in `diffshard.search`; None for a `Cluster`, and for that of JAX devices.
+          check: "numbers" holds the first call against one device, as in `diffshard.search`.
+
+        Raises:
+          PlanError: the plan does not fit the function. What depends on its arguments, and whether the plan is for such
+            devices, is told when the step is planned or called.
+          TypeError, ValueError: an argument breaks a rule.
+        """
+        if check not in ("numbers", None):
+            raise ValueError(f'`check` must be "numbers" or None, not {check!r}: the plan is made.')
+        is_offloading = any(stage.num_offloaded for stage in self.all_stages)
+        limits = {stage.memory_limit_bytes for stage in self.all_stages}
+        pipeline = Pipeline(
+            batch_argnums=self.roles.batch_argnums,
+            batch_argnames=self.roles.batch_argnames,
+            microbatches=self.num_microbatches,
+            schedules=(self.schedule,),
+            residuals=("keep", "offload") if is_offloading else ("keep",),
+        )
+        try:
+            options = pipeline_options(
+                fn,
+                devices,
+                pipeline,
+                hardware,
+                memory_limit_bytes=limits.pop() if len(limits) == 1 else None,
+                donate_argnums=self.roles.donate_argnums,
+                donate_argnames=self.roles.donate_argnames,
+                static_argnums=self.roles.static_argnums,
+                static_argnames=self.roles.static_argnames,
+                checks_numbers=check is not None,
+            )
+        except ValueError as error:
+            if "_argn" not in str(error):
+                raise
+            raise PlanError(f"The plan does not fit the function: {error}") from None
+        return PipelinedFunction(options, PipelinePlan, partial(_applied, self))
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes the plan as JSON; the file is replaced whole or not at all.
+
+        Raises:
+          OSError: the file cannot be written.
+        """
+        save(self, path)
+
+    @staticmethod
+    def load(path: str | PathLike[str]) -> "PipelinePlan":
+        """Reads a plan back.
+
+        Raises:
+          PlanError: the file is not a plan of a pipeline, damaged, or newer than this version.
+          OSError: the file cannot be read.
+        """
+        return load(path, PipelinePlan)
+
+
+def _applied(
+    plan: PipelinePlanData,
+    options: PipelineOptions,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    processes: Processes,
+    line: LiveLine,
+) -> FoundPipeline:
+    """Returns the pipeline of a plan; what `PipelinedFunction` calls in place of a search."""
+    course, what = Course(line, None), "apply the same plan"
+    course.step("tracing")
+    count, num_groups = plan.num_microbatches * plan.num_groups, plan.num_groups
+
+    def traced() -> list[UncutStep]:
+        return [uncut_step(options.fn, count, options.pipeline.batch, args, kwargs, num_groups)]
+
+    processes.check_alike(what, {"the plan": digest_of({"the plan": json.dumps(to_json(plan))})})
+    steps = processes.alike(what, traced, trace_facts)
+    return applied_pipeline(options, plan, steps, donated_arrays(options, args, kwargs), processes, course)

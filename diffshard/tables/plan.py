@@ -1,0 +1,250 @@
+"""`TablePlan`: which device holds what, what that is predicted to cost, and the lookups that run so.
+
+Letters for sizes: D devices, B examples, P ids of an example at most.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from diffshard.base import PlanError
+from diffshard.plans.documents import TABLES, RecordFile, Saved
+from diffshard.sharding_search.options import with_automatic_axes
+from diffshard.tables import checks
+from diffshard.tables.arrays import TableArrays, random_hosts, shapes_of, to_numbers, to_tables
+from diffshard.tables.host_rows import HOST_MEMORY
+from diffshard.tables.layout import check_fits
+from diffshard.tables.plan_data import TablePlanData, check_table_plan
+from diffshard.tables.text import format_table_plan
+from diffshard.tables.update_programs import DevicePrograms
+from search_spaces.embedding_tables.prices import lookup_and_update_s
+from search_spaces.sharding.stated_seconds import stating_seconds
+
+_EPSILON = 1e-8  # of Adagrad, as in FBGEMM
+
+
+@dataclass(frozen=True)
+class TablePlan(TablePlanData, Saved):
+    """Where embedding tables are on devices. Made by `diffshard.tables.shard_tables`; `print` shows it.
+
+    Its fields are those of `TablePlanData`.
+    """
+
+    _file = RecordFile(TABLES, 2, check_table_plan, without=("mesh",))
+
+    def init(self, key: jax.Array | int) -> TableArrays:
+        """Returns tables of uniform numbers within ±1/√rows, made on the devices that hold them.
+
+        Args:
+          key: a JAX random key or a seed.
+
+        Raises:
+          PlanError: the plan's devices are not here, or its arrays do not fit.
+        """
+        run = self._mapped(self._programs.init, (PartitionSpec(),), self._specs[:2])
+        key_data = jax.random.key_data(checks.checked_key(key))
+        sharding = NamedSharding(self._mesh_here(), self._batch, memory_kind=HOST_MEMORY)
+        shards, copies = jax.jit(run)(key_data)
+        return TableArrays(shards, copies, random_hosts(self.layout, np.asarray(key_data), sharding))
+
+    def shapes(self) -> tuple[Any, Any]:
+        """Returns the tables and their optimiser's state as `jax.ShapeDtypeStruct`s, `TableArrays` of them.
+
+        So a step that they are part of can be planned where the devices are not here.
+        """
+        return shapes_of(self.layout)
+
+    def shard(self, tables: Mapping[str, Any]) -> TableArrays:
+        """Returns tables on the devices that hold them.
+
+        Args:
+          tables: by name, `[rows, dimension]` of the table's dtype.
+
+        Raises:
+          ValueError: a table is missing, unknown, or of another shape or dtype.
+          PlanError: as `init`.
+        """
+        numbers = to_numbers(self.layout, checks.checked_arrays(self.tables, tables))
+        return jax.device_put(numbers, self._shardings)
+
+    @property
+    def _shardings(self) -> Any:
+        mesh, specs = self._mesh_here(), self._specs
+        on_devices = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        hosts = {name: NamedSharding(mesh, spec, memory_kind=HOST_MEMORY) for name, spec in specs.hosts.items()}
+        return on_devices._replace(hosts=hosts)
+
+    def unshard(self, arrays: TableArrays) -> dict[str, np.ndarray]:
+        """Returns whole tables by name, on the host."""
+        return to_tables(self.layout, arrays)
+
+    def init_state(self) -> TableArrays:
+        """Returns the state of row-wise Adagrad before the first step: zeros, on the devices that hold the rows.
+
+        Raises:
+          PlanError: as `init`.
+        """
+        layout, mesh = self.layout, self._mesh_here()
+
+        def zeros() -> TableArrays:
+            copies = {self.tables[t].name: jnp.zeros(p.rows, jnp.float32) for t, p in layout.copies.items()}
+            return TableArrays({"state": jnp.zeros((layout.num_devices, layout.state_rows), jnp.float32)}, copies, {})
+
+        return jax.jit(zeros, out_shardings=jax.tree.map(lambda s: NamedSharding(mesh, s), self._state_specs))()
+
+    def lookup(
+        self, arrays: TableArrays, ids: Mapping[str, Any], weights: Mapping[str, Any] | None = None
+    ) -> dict[str, jax.Array]:
+        """Looks up and pools rows; runs inside `jax.jit` and `jax.grad` as well.
+
+        >>> pooled = plan.lookup(arrays, {"users": ids})["users"]
+
+        In a step that `search` plans, tables and lookups stay as they are here, and take the seconds predicted here.
+        The gradient of `arrays` is as large as these. `update` makes a training step without it.
+
+        Args:
+          arrays: the tables, from `init` or `shard`.
+          ids: by table, `[B, P]` integers, and -1 where an example has fewer; D divides B. `padded_ids` makes them of
+            ragged ids.
+          weights: by table, `[B, P]`, what each row is multiplied by; a table that is not there has ones.
+
+        Returns:
+          Pooled rows by table, `[B, dimension]` float32; zeros for examples without ids.
+
+        Raises:
+          ValueError: a table is missing or unknown, shapes do not fit, D does not divide B, or an id is not a row.
+            Traced ids, inside `jax.jit`, have no numbers to check: there an id that is not a row adds nothing.
+          PlanError: the plan's devices are not here.
+        """
+        checks.check_shapes(self.shapes(), arrays)
+        ids, weights = checks.checked_ids(self.tables, self.devices.num_devices, ids, weights)
+        return self._run_lookup(arrays, ids, weights)
+
+    def update(
+        self,
+        arrays: TableArrays,
+        state: TableArrays,
+        ids: Mapping[str, Any],
+        gradients: Mapping[str, Any],
+        *,
+        learning_rate: float | jax.Array,
+        weights: Mapping[str, Any] | None = None,
+        epsilon: float = _EPSILON,
+    ) -> tuple[TableArrays, TableArrays]:
+        """Makes a step of row-wise Adagrad, which touches the rows that were looked up and no others.
+
+        Each row's state s grows by the mean of its squared gradient g over the columns, and the row changes by
+        -learning_rate · g / (√s + epsilon).
+
+        Args:
+          arrays: the tables; donate them to `jax.jit` to change them in place.
+          state: from `init_state`.
+          ids: as for `lookup`.
+          gradients: of the pooled rows, by table, `[B, dimension]`.
+          learning_rate: of this step.
+          weights: as for `lookup`.
+          epsilon: positive, against division by zero.
+
+        Returns:
+          The tables and the state after the step.
+
+        Raises:
+          ValueError, PlanError: as `lookup`; a gradient is missing or of another shape.
+        """
+        checks.check_shapes(self.shapes(), arrays, state)
+        ids, weights = checks.checked_ids(self.tables, self.devices.num_devices, ids, weights)
+        gradients = checks.checked_gradients(self.tables, ids, gradients)
+        rates = checks.checked_rates(learning_rate, epsilon)
+        return self._run_update(arrays, state, ids, weights, gradients, *rates)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], mesh: Mesh | AbstractMesh | None = None) -> "TablePlan":
+        """Reads a plan that `save` wrote.
+
+        Args:
+          path: the file.
+          mesh: the devices to run on, with the axes of the plan; None for a plan that is only looked at.
+
+        Raises:
+          PlanError: the file is no such plan, is damaged, or was made for other axes than the mesh's.
+          OSError: the file cannot be read.
+        """
+        plan = cls._file.load(path, cls)
+        if mesh is not None and tuple(mesh.shape.items()) != plan.mesh_axes:
+            raise PlanError(f"`mesh` has the axes {dict(mesh.shape)}; the plan was made for {dict(plan.mesh_axes)}.")
+        return dataclasses.replace(plan, mesh=mesh)
+
+    def __str__(self) -> str:
+        return format_table_plan(self)
+
+    @cached_property
+    def _programs(self) -> DevicePrograms:
+        return DevicePrograms(self.layout, tuple(name for name, _ in self.mesh_axes))
+
+    @property
+    def _batch(self) -> PartitionSpec:
+        """How examples, and the arrays of all devices, are split: over all axes."""
+        return PartitionSpec(tuple(name for name, _ in self.mesh_axes))
+
+    @property
+    def _specs(self) -> Any:
+        """The sharding of the tables."""
+        shards: Any = dict.fromkeys(self.layout.unit_rows, self._batch)
+        copies: Any = dict.fromkeys((self.tables[t].name for t in self.layout.copies), PartitionSpec())
+        hosts: Any = dict.fromkeys((group.name for group in self.layout.host_rows), self._batch)
+        return TableArrays(shards, copies, hosts)
+
+    @property
+    def _state_specs(self) -> Any:
+        return TableArrays({"state": self._batch}, self._specs.copies, {})  # pyright: ignore[reportArgumentType]
+
+    @cached_property
+    def _run_lookup(self) -> Callable[..., dict[str, jax.Array]]:
+        def run(arrays: TableArrays, ids: Any, weights: Any) -> dict[str, jax.Array]:
+            def lookup(*arguments: Any) -> dict[str, jax.Array]:
+                return stating_seconds(self._programs.lookup(*arguments), *self._seconds(batch_size))
+
+            batch_size = next(iter(ids.values())).shape[0]
+            return self._mapped(lookup, (self._specs, self._batch, self._batch), self._batch)(arrays, ids, weights)
+
+        return jax.jit(run)
+
+    @cached_property
+    def _run_update(self) -> Callable[..., tuple[TableArrays, TableArrays]]:
+        def run(arrays: TableArrays, state: TableArrays, ids: Any, *others: Any) -> tuple[TableArrays, TableArrays]:
+            def update(*arguments: Any) -> Any:
+                results = self._programs.update(*arguments, epsilon=others[-1])
+                return stating_seconds(results, self._seconds(batch_size)[1])
+
+            batch_size = next(iter(ids.values())).shape[0]
+            specs = (self._specs, self._state_specs, self._batch, self._batch, self._batch, PartitionSpec())
+            mapped = self._mapped(update, specs, (self._specs, self._state_specs))
+            return mapped(arrays, state, ids, *others[:-1])
+
+        return jax.jit(run, static_argnums=6)
+
+    def _seconds(self, batch_size: int) -> tuple[float, float]:
+        """Returns what lookups of so many examples, and the rest of the step, are predicted to take."""
+        if self.learned is not None:
+            return self.learned.of_part(batch_size / self.devices.batch_size)
+        return lookup_and_update_s(self.tables, self.pieces, dataclasses.replace(self.devices, batch_size=batch_size))
+
+    def _mapped(self, program: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        # `jax.make_mesh` makes axes explicit where nothing is said: arrays would need these shardings in their types.
+        mesh = with_automatic_axes(self.mesh) if isinstance(self.mesh, AbstractMesh) else self._mesh_here()
+        return jax.shard_map(program, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def _mesh_here(self) -> Mesh:
+        if not isinstance(self.mesh, Mesh):
+            way = "Plan for a `jax.sharding.Mesh`, or load the plan with one: `TablePlan.load(path, mesh)`."
+            raise PlanError(f"The plan has no devices to run on. {way}")
+        check_fits(self.layout, self.devices)
+        return with_automatic_axes(self.mesh)

@@ -1,0 +1,137 @@
+"""The data of a plan of embedding tables: which device holds what, what that costs, and what a file of it may hold."""
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from jax.sharding import AbstractMesh, Mesh
+
+from cost.embedding_tables import step_s
+from cost.number_ranges import Amount, Count
+from diffshard.plans.certificate import Certified, History, check_certificate
+from diffshard.tables.layout import Layout
+from diffshard.tables.learned_cost import LearnedPrediction
+from search_spaces.embedding_tables.base import (
+    EVERY_DEVICE,
+    HOST,
+    MEMORIES,
+    DecodedTables,
+    EmbeddingTable,
+    Piece,
+    TableDevices,
+)
+from search_spaces.embedding_tables.prices import decoded
+
+
+@dataclass(frozen=True)
+class TablePlanData(Certified):
+    """Where embedding tables are on devices, and what that is predicted to cost.
+
+    Attributes:
+      tables: as they were given.
+      devices: what they were planned for.
+      pieces: which device holds which part of each table.
+      mesh_axes: the mesh's axes with their sizes; devices are numbered row-major.
+      lower_bound_s: no placement in the search space takes fewer seconds.
+      status: of the solver.
+      search_s: seconds that planning took.
+      learned: what networks predict, where `shard_tables` was given a learned cost; None where prices are by bytes.
+      history: the improvements of the solver.
+      mesh: the devices, an `AbstractMesh` if they are not here; not saved.
+    """
+
+    tables: tuple[EmbeddingTable, ...]
+    devices: TableDevices
+    pieces: tuple[Piece, ...]
+    mesh_axes: tuple[tuple[str, Count], ...]
+    lower_bound_s: Amount
+    status: str
+    search_s: Amount
+    learned: LearnedPrediction | None = None
+    history: History = ()
+    mesh: Mesh | AbstractMesh | None = field(default=None, compare=False)
+
+    @cached_property
+    def predicted(self) -> DecodedTables:
+        """What each device computes, sends and holds."""
+        by_bytes = decoded(self.tables, self.pieces, self.devices)
+        return by_bytes if self.learned is None else self.learned.in_place_of(by_bytes)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Where the pieces lie in each device's arrays."""
+        return Layout(self.tables, self.pieces, self.devices.num_devices)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that each device keeps, with the optimiser's state: its arrays are as long as on the fullest one."""
+        return self.layout.array_bytes()
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of all lookups of a step, their exchanges and their backward pass."""
+        return step_s(self.predicted.forward_s, self.predicted.rest_s)
+
+
+def check_table_plan(plan: TablePlanData) -> None:
+    """Checks that the fields of a plan fit each other; that they have the right types is known.
+
+    Raises:
+      ValueError: they do not; the error names the field or the table.
+    """
+    names = [table.name for table in plan.tables]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"`tables` must be one or more with different names, not {names}")
+    _check_devices(plan)
+    _check_pieces(plan)
+    check_certificate(plan.certificate)
+
+
+def _check_devices(plan: TablePlanData) -> None:
+    devices = plan.devices
+    num_devices = devices.num_devices
+    axes = [axis for axis, _ in plan.mesh_axes]
+    if math.prod(size for _, size in plan.mesh_axes) != num_devices or len(set(axes)) < len(axes):
+        raise ValueError(f"`mesh_axes` are {plan.mesh_axes}, not of {num_devices} devices")
+    lists: dict[str, tuple[object, ...]] = {"devices.memory_limit_bytes": devices.memory_limit_bytes}
+    if devices.host_limit_bytes:
+        lists["devices.host_limit_bytes"] = devices.host_limit_bytes
+        if any(hardware.host_memory_bytes_per_s is None for hardware in devices.hardware):
+            raise ValueError("`devices.host_limit_bytes` is given, but `hardware` does not say how fast its host is")
+    if plan.learned is not None:
+        lists |= {"learned.forward_s": plan.learned.forward_s, "learned.rest_s": plan.learned.rest_s}
+    for name, numbers in lists.items():
+        if len(numbers) != num_devices:
+            raise ValueError(f"`{name}` has {len(numbers)} numbers for {num_devices} devices")
+
+
+def _check_pieces(plan: TablePlanData) -> None:
+    """Checks that pieces cover each number of each table once, on devices that there are."""
+    num_devices = plan.devices.num_devices
+    for index, table in enumerate(plan.tables):
+        own = [piece for piece in plan.pieces if piece.table == index]
+        for p in own:
+            fits = 0 <= p.row_start < p.row_end <= table.rows and 0 <= p.column_start < p.column_end <= table.dimension
+            is_copy = p.device == EVERY_DEVICE
+            if is_copy and (p.columns < table.dimension or p.memory == HOST or sum(q.device < 0 for q in own) > 1):
+                raise ValueError(f"table {table.name!r} has the piece {p}; of a table some whole rows may be copied")
+            on_host = p.memory == HOST and not plan.devices.host_limit_bytes
+            if not fits or not EVERY_DEVICE <= p.device < num_devices or p.memory not in MEMORIES or on_host:
+                raise ValueError(f"table {table.name!r} has the piece {p}, which does not fit it or the devices")
+        covered = sum(p.rows * p.columns for p in own)
+        if covered != table.rows * table.dimension or any(_overlap(a, b) for i, a in enumerate(own) for b in own[:i]):
+            raise ValueError(f"the pieces of table {table.name!r} do not cover each of its numbers once")
+        parts = {(p.row_start, p.row_end) for p in own if p.columns < table.dimension}
+        if any(a[0] < b[1] and b[0] < a[1] for a in parts for b in parts if a != b):  # updates add up their squares
+            raise ValueError(f"pieces of columns of table {table.name!r} have different rows in common")
+    if any(not 0 <= p.table < len(plan.tables) for p in plan.pieces):
+        raise ValueError("a piece belongs to no table")
+
+
+def _overlap(a: Piece, b: Piece) -> bool:
+    return (
+        a.row_start < b.row_end
+        and b.row_start < a.row_end
+        and a.column_start < b.column_end
+        and b.column_start < a.column_end
+    )

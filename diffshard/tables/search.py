@@ -1,0 +1,266 @@
+"""`shard_tables` finds which device holds which part of each embedding table.
+
+Letters for sizes: T tables, D devices.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from cost.base import Hardware
+from cost.real_numbers import is_positive, whole_number
+from diffshard.base import InfeasibleError, PlanError, Progress, Solution, Solver
+from diffshard.plans.formats import format_bytes
+from diffshard.sharding_search.options import hardware_for
+from diffshard.solving.solve import check_key
+from diffshard.tables import learned_annealing
+from diffshard.tables.host_rows import check_host_memory
+from diffshard.tables.layout import Layout, check_counts
+from diffshard.tables.learned_cost import LearnedTableCost
+from diffshard.tables.plan import TablePlan
+from diffshard.tables.solving import solve_space
+from search_spaces.embedding_tables.base import EmbeddingTable, TableDevices
+from search_spaces.embedding_tables.prices import piece_bytes
+from search_spaces.embedding_tables.space import EmbeddingTableSpace
+from search_spaces.embedding_tables.strategies import least_piece
+
+_AXIS = "tables"  # of the mesh that is made of a list of devices
+
+
+def shard_tables(
+    tables: Sequence[EmbeddingTable],
+    mesh_or_devices: Mesh | AbstractMesh | Sequence[Any],
+    *,
+    hardware: Hardware | str | Sequence[Hardware] | None = None,
+    memory_limit_bytes: float | Sequence[float] | None = None,
+    host_memory_limit_bytes: float | Sequence[float] | None = None,
+    access: Mapping[str, Sequence[float]] | None = None,
+    batch_size: int = 65536,
+    cost: LearnedTableCost | None = None,
+    solver: str | Solver | None = None,
+    time_limit_s: float | None = None,
+    key: jax.Array | int | None = None,
+    progress: Progress | None = None,
+) -> TablePlan:
+    """Finds which device holds which part of each embedding table, so that a step's lookups take the least time.
+
+    A table is whole on one device, split by columns or by rows, or small enough for a copy on each device. Of large
+    tables with `access`, hot rows may be copied to each device. With `host_memory_limit_bytes` rows may be in pinned
+    memory of the hosts, hot ones on the devices. The predicted time is that of the slowest devices, and the plan has a
+    lower bound on it.
+
+    >>> tables = [EmbeddingTable("users", 10**7, 64, pooling_factor=1), EmbeddingTable("items", 10**6, 128, 20)]
+    >>> plan = shard_tables(tables, mesh, hardware="h100")
+
+    Args:
+      tables: T tables with different names.
+      mesh_or_devices: the D devices; tables and batch are spread over all axes of a mesh.
+      hardware: as in `search`; or D of them, in row-major order of the mesh, where devices differ.
+      memory_limit_bytes: for the tables on a device and their optimiser's state, 4 bytes a row: one number, or D of
+        them, of which the smallest counts, as arrays are equally long on all devices. None takes the memory of the
+        hardware.
+      host_memory_limit_bytes: for rows in memory of the host, for each device: one number, or D of them. None keeps
+        all rows on the devices. It needs `Hardware.host_memory_bytes_per_s`, and devices with pinned memory.
+      access: by table, counts of lookups in parts of equally many rows; instead of `EmbeddingTable.access`.
+      batch_size: examples in a step, of all devices together.
+      cost: what `learn_table_cost` measured on devices of this kind; it predicts in place of bytes and bandwidths, by a
+        search of its own and without a bound. Devices must be alike.
+      solver: as in `solve`; None anneals many placements side by side and has a bound of its own.
+      time_limit_s: as in `solve`.
+      key: as in `solve`.
+      progress: as in `solve`.
+
+    Raises:
+      InfeasibleError: the tables do not fit the memory, in arrays as long on each device as on the fullest one; says
+        by how many bytes.
+      TypeError, ValueError: an argument breaks its rule; the error names it and its value.
+    """
+    start_s = time.perf_counter()
+    tables = _checked_tables(tables, access)
+    if progress is not None and not callable(progress):
+        raise TypeError(f"`progress` must be a function of seconds, cost and bound, or None, not {progress!r}.")
+    mesh = _checked_mesh(mesh_or_devices)
+    devices = _devices(mesh, hardware, memory_limit_bytes, host_memory_limit_bytes, batch_size)
+    space = EmbeddingTableSpace(tables, devices)
+    _check_cost(cost, devices, solver, time_limit_s, key)
+    _check_memory(space)
+    choice = None
+    if cost is not None:
+        choice = learned_annealing.solve(space, cost, time_limit_s=time_limit_s, key=key, progress=progress)
+    bound_s, status, history = 0.0, "finished", ()
+    if choice is None:
+        solution = solve_space(space, solver, time_limit_s=time_limit_s, key=key, progress=progress)
+        _check_feasible(space, solution)
+        choice, status, history = solution.choice, solution.status, solution.history
+        bound_s = max(float(solution.lower_bound), 0.0) if cost is None else 0.0
+    pieces = space.decode(tuple(map(int, choice))).pieces
+    try:
+        check_counts(Layout(tables, pieces, mesh.size))
+    except PlanError as error:
+        raise InfeasibleError(str(error)) from error
+    return TablePlan(
+        tables=tables,
+        devices=devices,
+        pieces=pieces,
+        mesh_axes=tuple((str(name), int(size)) for name, size in mesh.shape.items()),
+        lower_bound_s=bound_s,
+        status=status,
+        search_s=time.perf_counter() - start_s,
+        learned=None if cost is None else cost.prediction(tables, pieces, devices),
+        history=history,
+        mesh=mesh,
+    )
+
+
+def _check_feasible(space: EmbeddingTableSpace, solution: Solution) -> None:
+    if not solution.feasible:
+        proven = "No placement fits" if solution.status == "infeasible" else "No placement was found that fits"
+        raise InfeasibleError(
+            f"{proven} the memory: the arrays of the closest one are {math.ceil(solution.excess)} bytes longer than "
+            f"{_limit_names(space)}{_smallest_counts(space)}. An array is as long on each device as on the fullest "
+            "one. Give more memory or devices, fewer rows, or tables of fewer dtypes."
+        )
+
+
+def _check_cost(cost: Any, devices: TableDevices, solver: Any, time_limit_s: Any, key: Any) -> None:
+    """Raises where a learned cost cannot be used."""
+    if cost is None:
+        return
+    if not isinstance(cost, LearnedTableCost):
+        raise TypeError(f"`cost` must be a LearnedTableCost, as `learn_table_cost` makes, or None, not {cost!r}.")
+    if len(set(devices.hardware)) > 1:
+        raise ValueError("`cost` was learned on devices of one kind, but `hardware` has several. Leave `cost` out.")
+    if solver is not None:
+        raise ValueError(f"`cost` has a search of its own; leave out `solver`, which is {solver!r}, or `cost`.")
+    if time_limit_s is not None and not is_positive(time_limit_s):
+        raise ValueError(f"`time_limit_s` must be positive or None, not {time_limit_s!r}.")
+    check_key(key)
+
+
+def _checked_tables(tables: Any, access: Mapping[str, Sequence[float]] | None) -> tuple[EmbeddingTable, ...]:
+    if isinstance(tables, EmbeddingTable | str) or not isinstance(tables, Iterable):
+        raise TypeError(f"`tables` must be a list of EmbeddingTable, not {tables!r}; put a single one into a list.")
+    tables = tuple(tables)
+    for table in tables:
+        if not isinstance(table, EmbeddingTable):
+            raise TypeError(f"`tables` must hold EmbeddingTable(name, rows, dimension, ...), not {table!r}.")
+    names = [table.name for table in tables]
+    for name in access or {}:
+        if name not in names:
+            raise ValueError(f"`access` has {name!r}, which is no table; there are {', '.join(names)}.")
+    return tuple(
+        dataclasses.replace(table, access=access[table.name]) if access and table.name in access else table
+        for table in tables
+    )
+
+
+def _checked_mesh(mesh_or_devices: Any) -> Mesh | AbstractMesh:
+    if isinstance(mesh_or_devices, Mesh | AbstractMesh):
+        return mesh_or_devices
+    devices = list(mesh_or_devices) if isinstance(mesh_or_devices, Sequence) else []
+    if not devices or not all(isinstance(device, jax.Device) for device in devices):
+        raise TypeError(
+            f"`mesh_or_devices` must be a Mesh, an AbstractMesh or a list of JAX devices, not {mesh_or_devices!r}."
+        )
+    repeated = [device for device in dict.fromkeys(devices) if devices.count(device) > 1]
+    if repeated:
+        raise ValueError(f"`mesh_or_devices` must have different devices, but {repeated[0]} is there twice.")
+    return Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def _devices(
+    mesh: Mesh | AbstractMesh, hardware: Any, memory_limit_bytes: Any, host_limit_bytes: Any, batch_size: int
+) -> TableDevices:
+    number = whole_number(batch_size)
+    if number is None or number < 1:
+        raise ValueError(f"`batch_size` must be a positive whole number, not {batch_size!r}.")
+    if hardware is None or isinstance(hardware, str | Hardware):
+        all_hardware = (hardware_for(hardware, mesh),) * mesh.size
+    else:
+        all_hardware = tuple(hardware)
+        for one in all_hardware:
+            if not isinstance(one, Hardware):
+                raise TypeError(f"`hardware` must be one Hardware, a name, or a list of Hardware, not of {one!r}.")
+    if len(all_hardware) != mesh.size:
+        raise ValueError(f"`hardware` has {len(all_hardware)} entries for {mesh.size} devices.")
+    limits = [one.memory_bytes for one in all_hardware]
+    if memory_limit_bytes is not None:
+        limits = _limits("memory_limit_bytes", memory_limit_bytes, mesh.size)
+    host_limits = _limits("host_memory_limit_bytes", host_limit_bytes, mesh.size)
+    if host_limits:
+        check_host_memory(mesh)
+        for one in all_hardware:
+            if one.host_memory_bytes_per_s is None:
+                raise ValueError(
+                    f"`host_memory_limit_bytes` is given, but `hardware` {one.name!r} does not say how fast its "
+                    "devices copy from memory of their host. Give a `Hardware` with `host_memory_bytes_per_s`."
+                )
+    s_per_byte = exchange_s_per_byte(mesh, all_hardware)
+    return TableDevices(all_hardware, tuple(map(float, limits)), s_per_byte, number, tuple(host_limits))
+
+
+def _limits(argument: str, given: Any, num_devices: int) -> list[float]:
+    """Returns limits for each device; none where none is given."""
+    if given is None:
+        return []
+    limits = list(given) if np.ndim(given) else [given] * num_devices
+    if len(limits) != num_devices:
+        raise ValueError(f"`{argument}` has {len(limits)} numbers for {num_devices} devices.")
+    for limit in limits:
+        if not is_positive(limit):
+            raise ValueError(f"`{argument}` must be positive, not {limit!r}.")
+    return list(map(float, limits))
+
+
+def exchange_s_per_byte(mesh: Mesh | AbstractMesh, hardware: Sequence[Hardware]) -> float:
+    """Returns the seconds of a byte in an all-to-all, over the slowest axis of the slowest device.
+
+    Args:
+      mesh: of D devices.
+      hardware: of each of them.
+    """
+    axes = [str(axis) for axis, size in mesh.shape.items() if size > 1]
+    return max(
+        (min(line.s_per_byte for line in one.link(axis).lines("all_to_all")) for one in set(hardware) for axis in axes),
+        default=0.0,
+    )
+
+
+def _check_memory(space: EmbeddingTableSpace) -> None:
+    """Raises `InfeasibleError` where a table's smallest pieces fit no device, or all tables not all devices."""
+    devices, limits = space.devices, space.arrays.limit_bytes
+    for table in space.tables if not devices.host_limit_bytes else ():
+        least = piece_bytes(table, *least_piece(table, devices.num_devices))
+        if least > limits[0]:
+            raise InfeasibleError(
+                f"Table {table.name!r} does not fit: its smallest piece has {format_bytes(least)}, "
+                f"{math.ceil(least - limits[0])} bytes more than `memory_limit_bytes`, {format_bytes(limits[0])}"
+                f"{_smallest_counts(space)}. Give more devices, so that it can be split further, more memory, or "
+                "`host_memory_limit_bytes`."
+            )
+    needed = sum(piece_bytes(table, table.rows, table.dimension) for table in space.tables)
+    room = float(limits.sum()) * devices.num_devices
+    if needed > room:
+        raise InfeasibleError(
+            f"`tables` need at least {format_bytes(needed)}, {math.ceil(needed - room)} bytes more than "
+            f"{_limit_names(space)} of all {devices.num_devices} devices together, {format_bytes(room)}"
+            f"{_smallest_counts(space)}."
+        )
+
+
+def _limit_names(space: EmbeddingTableSpace) -> str:
+    return "`memory_limit_bytes`" + (" and `host_memory_limit_bytes`" if space.devices.host_limit_bytes else "")
+
+
+def _smallest_counts(space: EmbeddingTableSpace) -> str:
+    """Returns a remark for limits that differ."""
+    limits = (space.devices.memory_limit_bytes, space.devices.host_limit_bytes)
+    if all(len(set(own)) <= 1 for own in limits):
+        return ""
+    return " (the smallest limit counts for all devices, as their arrays are equally long)"
