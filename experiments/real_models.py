@@ -34,6 +34,7 @@ from experiments.targets import h100_mesh
 from search_spaces.sharding.opaque.cudnn import planned_without_cudnn
 
 PEAK_FLOPS_PER_S = 989e12  # of an H100 in bfloat16, without sparsity; source as of the preset
+TPU_PEAK_FLOPS_PER_S = 918e12  # of a TPU v6e in bfloat16. Source: docs.cloud.google.com/tpu/docs/v6e
 REMATS: tuple[Remat, ...] = ("products and attention", "full")
 """What is tried for each model, from little that is computed again to everything."""
 
@@ -48,6 +49,7 @@ class RealModel:
       devices: numbers of devices to plan for.
       published: by number of devices, tokens per second and device that others reached.
       difference: what is different there.
+      tpu_flops_per_s: of a TPU v6e, as MaxText trained it in bfloat16; its peak is `TPU_PEAK_FLOPS_PER_S`.
     """
 
     sizes: Sizes
@@ -55,35 +57,36 @@ class RealModel:
     devices: tuple[int, ...]
     published: dict[int, float]
     difference: str = ""
+    tpu_flops_per_s: float | None = None
 
 
-_MEGATRON = "FP8, Megatron-Core's pipelines"
+_MEGATRON = "FP8, Megatron-Core"
 # Sources: Dubey et al., The Llama 3 herd of models (arXiv:2407.21783), table 3; Brown et al. (arXiv:2005.14165), table
-# 2.1; and as `experiments.models.expert_decoder`. Speeds are rows 218, 131, 106, 374, 227 and 226 of the training runs
-# that `experiments.published_runs` reads, and row 37 for Mixtral.
+# 2.1; and as `experiments.models.expert_decoder`. Speeds are rows 218, 131, 106, 374 and 227 of the training runs that
+# `experiments.published_runs` reads, and rows 34, 29, 27, 24 and 37 on TPUs.
 MODELS: dict[str, RealModel] = {
     "Llama 3 8B": RealModel(
-        Sizes(32, 4096, 32, 8, 14336, 128256, 8192, gated=True), 2, (8, 64), {8: 14079.0}, "FP8, Megatron-Core"
+        Sizes(32, 4096, 32, 8, 14336, 128256, 8192, gated=True), 2, (8, 64), {8: 14079.0}, _MEGATRON, 413.4e12,
     ),
     "Llama 3 70B": RealModel(
-        Sizes(80, 8192, 64, 8, 28672, 128256, 8192, gated=True), 1, (64, 256), {64: 1633.0}, _MEGATRON
+        Sizes(80, 8192, 64, 8, 28672, 128256, 8192, gated=True), 1, (64, 256), {64: 1633.0}, _MEGATRON, 422.1e12,
     ),
     "Llama 3 405B": RealModel(
-        Sizes(126, 16384, 128, 8, 53248, 128256, 8192, gated=True), 1, (1024, 2048), {1024: 328.0}, _MEGATRON
+        Sizes(126, 16384, 128, 8, 53248, 128256, 8192, gated=True), 1, (1024, 2048), {1024: 328.0}, _MEGATRON, 392.5e12,
     ),
     "GPT-3 175B": RealModel(
-        Sizes(96, 12288, 96, 96, 49152, 51200, 2048, tied=True), 2, (128, 2048), {128: 697.0}, _MEGATRON
+        Sizes(96, 12288, 96, 96, 49152, 51200, 2048, tied=True), 2, (128, 2048), {128: 697.0}, _MEGATRON, 384.9e12,
     ),
     "Mixtral 8x7B": RealModel(
         ExpertSizes(32, 4096, 32, 8, 0, 32000, 4096, gated=True, experts=8, chosen=2, expert_hidden=14336),
-        4, (64, 256), {256: 3645.2}, "256 TPU v6e with 918 TFLOP/s, 12 sequences, MaxText",
+        4, (64, 256), {}, "", 302.3e12,
     ),
     "DeepSeek-V3": RealModel(
         ExpertSizes(
             61, 7168, 128, 128, 18432, 129280, 4096, gated=True, experts=256, chosen=8, expert_hidden=2048,
             shared=True, dense_layers=3, latent=LatentAttention(1536, 512, 64, 128),
         ),
-        2, (256, 1024, 2048), {256: 1002.0, 1024: 865.0}, "pipeline of 4, experts over 64, NeMo",
+        2, (256, 2048), {256: 1002.0}, "bfloat16, pipeline of 4, experts over 64, NeMo",
     ),
 }  # fmt: skip
 
@@ -272,17 +275,16 @@ def main(arguments: Sequence[str] | None = None, models: dict[str, RealModel] = 
         "tokens/s each", "of peak", "peak GiB / compiled", "published",
     )  # fmt: skip
     print_table("Whole models, predicted on H100s", columns, rows)
-    facts = [
-        (
-            n,
-            f"{num_params(m.sizes)[0] / 1e9:,.1f}",
-            f"{num_params(m.sizes)[1] / 1e9:,.1f}",
-            m.sizes.sequence,
-            m.difference,
-        )
-        for n, m in models.items()
-    ]
-    print_table("Models", ("model", "G parameters", "G for each token", "sequence", "published is"), facts)
+    facts = [(name, *facts_of(model)) for name, model in models.items()]
+    columns = ("model", "G parameters", "G for each token", "sequence", "published is", "of peak, MaxText on v6e")
+    print_table("Models", columns, facts)
+
+
+def facts_of(model: RealModel) -> tuple[str, ...]:
+    """Returns a model's cells in the table of models."""
+    total, used = num_params(model.sizes)
+    tpu = "-" if model.tpu_flops_per_s is None else f"{model.tpu_flops_per_s / TPU_PEAK_FLOPS_PER_S:.0%}"
+    return f"{total / 1e9:,.1f}", f"{used / 1e9:,.1f}", str(model.sizes.sequence), model.difference or "-", tpu
 
 
 def _lines(path: Path | None) -> list[str]:

@@ -48,6 +48,7 @@ MODELS = ("decoder", "mixture of experts", "vision transformer", "unet")
 PLANS = (FOUND, FOUND_BY_PRESET, "data parallel", "fsdp", "megatron")
 # Products of a layer of 4,096 with 16,384 tokens, of one with few tokens, and of sizes that fill no whole blocks.
 _PRODUCTS = ((16384, 4096, 4096), (16384, 4096, 14336), (16384, 14336, 4096), (512, 4096, 4096), (4000, 1000, 3000))
+_SMALL_PRODUCTS = ((256, 64, 64),)
 _TRACED_STEPS = 3
 
 
@@ -114,9 +115,7 @@ def products(settings: Settings, known: MeasuredHardware) -> Iterator[MeasuredPr
     """Measures products of some shapes on all devices at the same time."""
     mesh = settings.make_mesh()
     one = AbstractMesh((1,), ("one",), axis_types=(AxisType.Auto,))
-    shrink = 1 if settings.size == "full" else 64
-    for shape in _PRODUCTS:
-        rows, inner, columns = (max(size // shrink, 8) for size in shape)
+    for rows, inner, columns in _PRODUCTS if settings.size == "full" else _SMALL_PRODUCTS:
         for dtype in ("bfloat16", "float32"):
             place = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
             make = jax.jit(lambda s, dtype=dtype: jnp.ones(s, dtype), static_argnums=0, out_shardings=place)

@@ -49,7 +49,7 @@ def test_steps_are_measured_beside_what_is_predicted_and_the_command_goes_on_whe
     assert found.lower_bound_s <= found.predicted_s["calibrated"]
     assert found.loss == pytest.approx(by_hand.loss, rel=1e-2)  # bfloat16
     assert "Plan of step on 8 devices" in found.summary
-    assert sum(isinstance(record, MeasuredProduct) for record in records.read(output)) == 10
+    assert sum(isinstance(record, MeasuredProduct) for record in records.read(output)) == 2
     assert list((tmp_path / "traces" / "decoder_found").rglob("*.xplane.pb"))
     capsys.readouterr()
 
