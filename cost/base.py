@@ -1,6 +1,7 @@
 """The vocabulary of costs: problems and what a choice costs, hardware and its links, work, collectives, cost models.
 
-Letters for sizes: V nodes, S_v strategies of node v, E edges, K usages, D devices that differ from each other.
+Letters for sizes: V nodes, S_v strategies of node v, E edges, K usages, D devices that differ from each other, R loads,
+A amounts.
 """
 
 import math
@@ -24,10 +25,14 @@ LARGEST_S = 1e9
 
 
 class Problem(NamedTuple):
-    """Nodes with strategies, edges with transfer matrices, memory usages with live intervals, loads of devices.
+    """Costs of nodes and edges, loads of which the largest count, memory over time, and amounts within limits.
 
-    A choice is one strategy index for each node, `[V]` integers. Its cost is the sum of the chosen node costs and edge
-    costs plus the largest device load; at every time the chosen usages that are live must fit the memory limit.
+    A choice is one strategy index for each node, `[V]` integers. Node and edge costs, loads and amounts are sums over
+    what it chooses, and with the groups g of loads r it costs
+
+        Σ node costs + Σ edge costs + Σ_g max_(r in g) load_r,
+
+    while at every time the chosen usages that are live must fit the memory limit, and every amount its own limit.
     Costs are in seconds and usages in bytes for our own spaces; contest instances have units of their own. Costs from
     `FORBIDDEN` (1e18) on are not costs: they mark what must not be chosen, so scale larger ones down.
 
@@ -39,8 +44,14 @@ class Problem(NamedTuple):
       usage: K arrays `[S_v]` (the same on all devices) or `[S_v, D]`.
       usage_interval: `[K, 2]` integers, half-open `[start, end)` times at which the usage is live.
       memory_limit: a number, or `[D]` where devices differ; `inf` means no limit.
-      load: V arrays `[S_v, D]`, seconds of each device's time, or `()` where all devices do equal work; one that is
+      load: V arrays `[S_v, R]`, such as seconds of each device's time, or `()` where nothing is a maximum; one that is
         forbidden forbids the strategy.
+      edge_load: E arrays `[S_u, S_v, R]` of what edges add to the loads, all finite, or `()`.
+      load_group: `[R]` the group that each load is in, 0 and up; of each group the largest load counts. Without
+        numbers, all loads are one group.
+      amount: V arrays `[S_v, A]` of what must keep limits of its own, such as a loss or a number of devices; or `()`.
+      edge_amount: E arrays `[S_u, S_v, A]` of what edges add to the amounts, or `()`.
+      amount_limit: `[A]`.
     """
 
     node_cost: Sequence[np.ndarray]
@@ -51,6 +62,11 @@ class Problem(NamedTuple):
     usage_interval: np.ndarray = np.zeros((0, 2), np.int64)
     memory_limit: float | np.ndarray = np.inf
     load: Sequence[np.ndarray] = ()
+    edge_load: Sequence[np.ndarray] = ()
+    load_group: np.ndarray = np.zeros(0, np.int64)
+    amount: Sequence[np.ndarray] = ()
+    edge_amount: Sequence[np.ndarray] = ()
+    amount_limit: np.ndarray = np.zeros(0)
 
 
 def is_forbidden(cost: np.ndarray) -> np.ndarray:
@@ -63,9 +79,16 @@ def num_strategies(problem: Problem) -> np.ndarray:
     return np.fromiter((len(cost) for cost in problem.node_cost), np.int64, len(problem.node_cost))
 
 
-def num_devices(problem: Problem) -> int:
-    """Returns D of the loads, 0 where all devices do equal work."""
-    return np.asarray(problem.load[0]).shape[1] if len(problem.load) else 0
+def num_loads(problem: Problem) -> int:
+    """Returns R, 0 where nothing is a maximum."""
+    return np.shape(problem.load[0])[1] if len(problem.load) else 0
+
+
+def load_groups(problem: Problem) -> list[np.ndarray]:
+    """Returns for each group the positions of its loads."""
+    count = num_loads(problem)
+    group = np.asarray(problem.load_group) if len(problem.load_group) else np.zeros(count, np.int64)
+    return [np.flatnonzero(group == g) for g in np.unique(group)]
 
 
 def num_memory_devices(problem: Problem) -> int:
@@ -77,10 +100,10 @@ class Evaluation(NamedTuple):
     """What one choice costs, exactly.
 
     Attributes:
-      cost: node, edge and largest load cost; a Python integer when all costs are integers, so sums are exact.
+      cost: node, edge and largest load costs; a Python integer when all costs are integers, so sums are exact.
       peak: the largest live usage over time, a number or `[D]`.
-      excess: by how much the peak is above the limit, 0 where it fits (the largest over devices).
-      feasible: the memory fits and nothing forbidden is chosen.
+      excess: by how much the peak or an amount is above its limit, 0 where all fit (the largest of all).
+      feasible: memory and amounts fit and nothing forbidden is chosen.
     """
 
     cost: float

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from cost.base import COLLECTIVE_KINDS, CollectiveKind, Hardware, Link
 from cost.collectives import collective_sent_bytes
 from cost.hosts import hosts_along
-from cost.line_fitting import fit_latency_and_slope, fit_lines
+from cost.lines import fit_latency_and_slope, fit_lines
 from cost.presets import EXPOSED_ON_GPU
 
 

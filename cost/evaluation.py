@@ -1,13 +1,18 @@
-"""What one choice of strategies costs, exactly."""
+"""What a choice of strategies costs, exactly, and its relaxed cost: weights on strategies in place of a choice.
+
+The relaxed cost is differentiable in the weights, and the exact one of weights that are 0 and 1.
+"""
 
 import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from cost.base import Evaluation, Problem, is_forbidden, num_memory_devices, num_strategies
+from cost.base import Evaluation, Problem, is_forbidden, load_groups, num_memory_devices, num_strategies
 from cost.edges import distinct_arrays
 from cost.memory import memory_profile, numbered_times, sum_error
 
@@ -39,12 +44,12 @@ def checked_choice(problem: Problem, choice: Sequence[int] | np.ndarray) -> np.n
 
 
 class ChosenCosts(NamedTuple):
-    """The parts of a choice's cost, which are the sums of `nodes` and `edges` and the largest of `loads`.
+    """The parts of a choice's cost, which are the sums of `nodes` and `edges` and the largest of each group of `loads`.
 
     Attributes:
       nodes: `[V]`.
       edges: `[E]`.
-      loads: `[D]` of each device; `[0]` where all devices do equal work.
+      loads: `[R]`; `[0]` where nothing is a maximum.
     """
 
     nodes: np.ndarray
@@ -53,14 +58,16 @@ class ChosenCosts(NamedTuple):
 
 
 def chosen_costs(problem: Problem, choice: Sequence[int] | np.ndarray) -> ChosenCosts:
-    """Looks up what each node, each edge and each device costs in a choice; integers stay integers."""
+    """Looks up what each node, each edge and each load is in a choice; integers stay integers."""
     pairs = np.asarray(problem.edge_nodes).reshape(-1, 2).tolist()
     nodes = [cost[s] for cost, s in zip(problem.node_cost, choice, strict=True)]
     edges = [cost[choice[u], choice[v]] for (u, v), cost in zip(pairs, problem.edge_cost, strict=True)]
     if not len(problem.load):
         return ChosenCosts(np.array(nodes), np.array(edges), np.zeros(0))
     with np.errstate(over="ignore"):  # only what is forbidden is so large
-        loads = np.sum([np.asarray(load)[s] for load, s in zip(problem.load, choice, strict=True)], axis=0)
+        own = [np.asarray(load)[s] for load, s in zip(problem.load, choice, strict=True)]
+        sent = [np.asarray(load)[choice[u], choice[v]] for (u, v), load in zip(pairs, problem.edge_load, strict=False)]
+        loads = np.sum([*own, *sent], axis=0)
     return ChosenCosts(np.array(nodes), np.array(edges), loads)
 
 
@@ -72,9 +79,15 @@ def change_costs(problem: Problem, choice: Sequence[int] | np.ndarray) -> list[n
         total[u] = total[u] + matrix[:, choice[v]]
         total[v] = total[v] + matrix[choice[u], :]
     if len(problem.load):
-        loads = chosen_costs(problem, choice).loads
-        for v, load in enumerate(np.asarray(load, float) for load in problem.load):
-            total[v] = total[v] + (loads - load[choice[v]] + load).max(axis=1)
+        loads, groups = chosen_costs(problem, choice).loads, load_groups(problem)
+        changes = [
+            np.asarray(load, float) - np.asarray(load, float)[s] for load, s in zip(problem.load, choice, strict=True)
+        ]
+        for (u, v), load in zip(pairs, problem.edge_load, strict=False):
+            changes[u] = changes[u] + load[:, choice[v]] - load[choice[u], choice[v]]
+            changes[v] = changes[v] + load[choice[u]] - load[choice[u], choice[v]]
+        for v, change in enumerate(changes):
+            total[v] = total[v] + sum((loads + change)[:, group].max(axis=1) for group in groups)
     return [costs - costs[s] for costs, s in zip(total, choice, strict=True)]
 
 
@@ -92,6 +105,12 @@ class Evaluator:
         self._edge_start = (np.cumsum(lengths) - lengths)[matrix_of]
         self._edge_cost = _concatenate([np.ravel(matrix) for matrix in matrices])
         self._load = list(_concatenate(problem.load).T)
+        self._load_groups = load_groups(problem)
+        self._edge_load = self._columns_of_edges(problem.edge_load)
+        self._amount, self._edge_amount = (
+            list(_concatenate(problem.amount).T),
+            self._columns_of_edges(problem.edge_amount),
+        )
         self._devices = num_memory_devices(problem)
         tables = [np.asarray(usage) for usage in problem.usage]
         if any(table.ndim > 1 for table in tables) or self._devices > 1:
@@ -110,20 +129,27 @@ class Evaluator:
         position = self._start + choice
         u, v = self._edges.T
         nodes = self._node_cost[position]
-        edges = self._edge_cost[self._edge_start + choice[u] * self._sizes[v] + choice[v]]
-        loads = [load[position] for load in self._load]
-        sums = [exact_sum(load) for load in loads]
-        largest = [[load] for load, total in zip(loads, sums, strict=True) if total == max(sums)] or [[]]
-        # One sum, so that large parts may cancel; loads that are equal only when rounded are told apart by it.
-        cost = max(exact_sum(_concatenate([nodes, edges, *load])) for load in largest)
+        pair = choice[u] * self._sizes[v] + choice[v]
+        edges = self._edge_cost[self._edge_start + pair]
+        loads = _terms(self._load, self._edge_load, position, pair)
+        largest = [_largest([loads[r] for r in group.tolist()]) for group in self._load_groups]
+        cost = exact_sum(_concatenate([nodes, edges, *largest]))  # one sum, so that large parts may cancel
         limit = self._problem.memory_limit
         peak = self._peak(choice)
-        excess = _largest_excess(peak, limit)
+        amounts = _terms(self._amount, self._edge_amount, position, pair)
+        excess = max(_largest_excess(peak, limit), _amounts_excess(amounts, self._problem.amount_limit))
         parts = (nodes, edges, *loads)
         forbidden = any(is_forbidden(part).any() for part in parts)
         peak = _plain(peak)
         scalar = peak.size == 1 and np.ndim(limit) == 0
         return Evaluation(cost, peak.tolist()[0] if scalar else peak, excess, bool(not forbidden and excess == 0))
+
+    def _columns_of_edges(self, tables: Sequence[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Returns where each edge's part starts `[E]`, and for each load or amount all distinct parts as one array."""
+        distinct, table_of = distinct_arrays(tables)
+        lengths = np.array([np.size(table[..., 0]) for table in distinct], np.int64)
+        rows = _concatenate([np.reshape(table, (-1, np.shape(table)[2])) for table in distinct])
+        return (np.cumsum(lengths) - lengths)[table_of], list(rows.T)
 
     def live_usage(self, choice: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns what the function `live_usage` returns."""
@@ -148,6 +174,34 @@ class Evaluator:
     def _rows(self, choice: np.ndarray) -> np.ndarray:
         """Returns `[K, D]` the positions in `_usage` of what a choice uses."""
         return (self._usage_start + choice[self._usage_node])[:, None] * self._devices + np.arange(self._devices)
+
+
+def _terms(
+    of_nodes: list[np.ndarray], of_edges: tuple[np.ndarray, list[np.ndarray]], position: np.ndarray, pair: np.ndarray
+) -> list[np.ndarray]:
+    """Returns for each load or amount what the chosen strategies and pairs of strategies add."""
+    start, columns = of_edges
+    if not columns:
+        return [column[position] for column in of_nodes]
+    at = start + pair
+    return [_concatenate([own[position], sent[at]]) for own, sent in zip(of_nodes, columns, strict=True)]
+
+
+def _largest(loads: list[np.ndarray]) -> np.ndarray:
+    """Returns the terms of the largest load; loads that are equal only when rounded are told apart."""
+    sums = [exact_sum(load) for load in loads]
+    first, *others = [load for load, total in zip(loads, sums, strict=True) if total == max(sums)]
+    if np.issubdtype(first.dtype, np.floating) and math.isfinite(max(sums)):
+        for load in others:
+            if exact_sum(np.concatenate([load, -first])) > 0:
+                first = load
+    return first
+
+
+def _amounts_excess(amounts: list[np.ndarray], limits: np.ndarray) -> float:
+    """Returns by how much an amount is above its limit, 0 only where none is; rounded once."""
+    excess = [exact_sum(_concatenate([terms, -limits[a : a + 1]])) for a, terms in enumerate(amounts)]
+    return max((float(e) for e in excess if e > 0), default=0.0)
 
 
 def _sum_rounded_up(amounts: list[float]) -> float:
@@ -209,3 +263,58 @@ def exact_sum(terms: np.ndarray) -> float:
         return math.inf if math.inf in terms else float(sum(map(Fraction, terms.tolist()), start=Fraction(0)))
     except OverflowError:  # only what is forbidden is so large
         return math.inf
+
+
+def relaxed_cost(problem: Problem, relaxed: Sequence[jax.Array] | jax.Array) -> jax.Array:
+    """Computes J(p), the cost of weights, differentiable in them: exact for a choice, a lower estimate elsewhere.
+
+    J(p) = Σ_v ⟨c_v, p_v⟩ + Σ_e ⟨T_e, p_u p_vᵀ⟩ + Σ_g max_(r in g) load_r(p)
+
+    with load_r(p) = Σ_v ⟨L_v[:, r], p_v⟩ + Σ_e ⟨L_e[..., r], p_u p_vᵀ⟩.
+
+    Args:
+      problem: its limits are constraints, not a part of J.
+      relaxed: the relaxed choice, V arrays `[S_v]` on the simplex, or their concatenation `[ΣS_v]`.
+
+    Returns:
+      A scalar. It is infinite where a forbidden entry has weight; its gradient is then that of the allowed entries.
+    """
+    flat = relaxed if isinstance(relaxed, jax.Array) else jnp.concatenate([jnp.ravel(weights) for weights in relaxed])
+    if flat.shape != (num_strategies(problem).sum(),):
+        raise ValueError(
+            f"`relaxed` must have one weight for each strategy, {num_strategies(problem).sum()} in all, "
+            f"got {flat.shape}."
+        )
+    source, target = _pairs(problem)
+    entries = _float_array([np.ravel(matrix) for matrix in problem.edge_cost])
+    total = _expected_cost(_float_array(problem.node_cost), flat)
+    total = total + _expected_cost(entries, flat[source] * flat[target])
+    if not len(problem.load):
+        return total
+    loads = flat @ jnp.asarray(_float_array(problem.load))
+    if len(problem.edge_load):
+        tables = _float_array([np.reshape(table, (-1, np.shape(table)[2])) for table in problem.edge_load])
+        loads = loads + (flat[source] * flat[target]) @ jnp.asarray(tables)
+    return total + sum(jnp.max(loads[group]) for group in load_groups(problem))
+
+
+def _float_array(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.asarray(array, float) for array in arrays]) if len(arrays) else np.zeros(0)
+
+
+def _expected_cost(costs: np.ndarray, weights: jax.Array) -> jax.Array:
+    is_allowed = ~is_forbidden(costs)
+    total = jnp.where(is_allowed, costs, 0.0) @ weights
+    return total if is_allowed.all() else jnp.where(jnp.any(weights[~is_allowed] > 0), jnp.inf, total)
+
+
+def _pairs(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the two positions in the concatenated weights of every transfer matrix's entries."""
+    sizes = num_strategies(problem)
+    starts = (np.cumsum(sizes) - sizes).tolist()
+    source, target = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for (u, v), cost in zip(np.asarray(problem.edge_nodes).reshape(-1, 2).tolist(), problem.edge_cost, strict=True):
+        rows, columns = np.indices(np.shape(cost))
+        source.append(starts[u] + rows.ravel())
+        target.append(starts[v] + columns.ravel())
+    return np.concatenate(source), np.concatenate(target)

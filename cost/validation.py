@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from cost.base import FORBIDDEN, Problem, is_forbidden, num_strategies
+from cost.base import FORBIDDEN, Problem, is_forbidden, num_loads, num_strategies
 from cost.edges import distinct_arrays, first_positions
 
 _LARGEST_USAGE = 1e100
@@ -30,11 +30,40 @@ def validate(problem: Problem) -> None:
     if isinstance(problem.memory_limit, int) and problem.memory_limit >= 2**64:
         raise ValueError(f"`memory_limit` must be below 2^64, or infinite for no limit, got {problem.memory_limit}.")
     _check_usages(problem, sizes)
-    if len(problem.load) not in (0, len(sizes)):
-        raise ValueError(f"`load` must be () or one array for each of the {len(sizes)} nodes, got {len(problem.load)}.")
-    devices = np.shape(problem.load[0])[1:] if len(problem.load) else ()
-    for v, load in enumerate(problem.load):
-        _check_costs(load, (sizes[v], *(devices or ("devices",))), f"`load[{v}]`")
+    _check_sums(problem, sizes, "load")
+    _check_sums(problem, sizes, "amount")
+    groups, limits = np.asarray(problem.load_group), np.asarray(problem.amount_limit)
+    if groups.shape not in ((0,), (num_loads(problem),)) or (groups.size and groups.min() < 0):
+        raise ValueError(f"`load_group` must have a number for each of {num_loads(problem)} loads, got {groups}.")
+    if groups.size and not np.issubdtype(groups.dtype, np.integer):
+        raise ValueError(f"`load_group` must be integers, got {groups.dtype}.")
+    count = np.shape(problem.amount[0])[1] if len(problem.amount) else 0
+    if limits.shape != (count,) or np.isnan(limits).any():
+        raise ValueError(
+            f"`amount_limit` must be one number for each of {count} amounts, got {problem.amount_limit!r}."
+        )
+
+
+def _check_sums(problem: Problem, sizes: np.ndarray, name: str) -> None:
+    """Checks `load` and `edge_load`, or the same of `amount`."""
+    of_nodes, of_edges = getattr(problem, name), getattr(problem, f"edge_{name}")
+    if len(of_nodes) not in (0, len(sizes)):
+        raise ValueError(f"`{name}` must be () or one array for each of the {len(sizes)} nodes, got {len(of_nodes)}.")
+    columns = np.shape(of_nodes[0])[1:] if len(of_nodes) else ()
+    for v in first_positions(of_nodes):
+        shape = (sizes[v], *(columns or ("devices",)))
+        _check_costs(of_nodes[v], shape, f"`{name}[{v}]`")
+        if name == "amount" and np.isinf(of_nodes[v]).any():
+            raise ValueError(f"`amount[{v}]` must be finite; what must not be chosen has an infinite `node_cost`.")
+    if len(of_edges) and len(of_edges) != len(problem.edge_cost):
+        raise ValueError(f"`edge_{name}` must be () or one array for each of {len(problem.edge_cost)} edges.")
+    if len(of_edges) and not len(of_nodes):
+        raise ValueError(f"`edge_{name}` needs `{name}` for the nodes; give zeros where they add nothing.")
+    pairs = np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2)
+    for e, table in enumerate(of_edges):
+        _check_numbers(table, (*sizes[pairs[e]].tolist(), *columns), f"`edge_{name}[{e}]`")
+        if is_forbidden(table).any():
+            raise ValueError(f"`edge_{name}[{e}]` must be finite; what must not be chosen has an infinite `edge_cost`.")
 
 
 def with_finite_loads(problem: Problem) -> Problem:

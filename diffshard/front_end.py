@@ -27,7 +27,7 @@ from diffshard.processes import errors_for_all
 from diffshard.sharding_search.advising import find_with_advice
 from diffshard.sharding_search.format_rounds import find_plan_with_formats
 from diffshard.sharding_search.logical_axes import checked_rules
-from diffshard.sharding_search.mesh_candidates import Devices, mesh_candidates, mesh_of_all
+from diffshard.sharding_search.mesh_candidates import Devices, LevelNames, mesh_candidates, mesh_of_all
 from diffshard.sharding_search.number_formats import Formats
 from diffshard.sharding_search.option_pairs import check_pairs
 from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, Remat, argument_names, hardware_for, positions
@@ -116,7 +116,9 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
         them; the hardware has to say how fast (`Hardware.host_memory_bytes_per_s`). None keeps everything. What the
         function wraps in `jax.checkpoint` stays as it is.
       in_shardings: shardings to keep: for each positional argument a pytree prefix of `PartitionSpec`, `NamedSharding`
-        or None (free); None leaves all free. Arguments that carry a `NamedSharding` on this mesh keep it, too.
+        or None (free); None leaves all free. With `devices` specs name levels of hosts: "hosts", "local" and "mixed"
+        stand for all axes of the level, and for nothing where a mesh has none. Arguments that carry a `NamedSharding`
+        on this mesh keep it, too.
       logical_axis_rules: keeps the partitioning metadata of flax: pairs of a name and the mesh axes (a name, several,
         or None) that split the dimensions of this name, the first of several that fits. Names of mesh axes need no
         rule, so that `()` keeps metadata of mesh axes. Arguments in boxes of linen (`nn.with_partitioning`,
@@ -229,7 +231,8 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
         assert mesh is not None
     with errors_for_all(mesh, "search a plan"):
         priced_for = hardware_for(hardware, mesh)
-        rules = None if logical_axis_rules is None else checked_rules(logical_axis_rules, tuple(mesh.axis_names))
+        names = tuple(mesh.axis_names) if candidates is None else LevelNames.names
+        rules = None if logical_axis_rules is None else checked_rules(logical_axis_rules, names)
         find = find_plan if remat is None else find_plan_with_remat
         judge, judged_by = _judge(compiler, check, target, [priced_for], get_args(Executor))
         if formats is not None:
@@ -251,13 +254,14 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
             donate_argnames=argument_names(donate_argnames),
             static_argnames=argument_names(static_argnames),
             executor=executor,
-            logical_axis_rules=rules or (),
+            logical_axis_rules=(rules or ()) if candidates is None else (),
             metadata_rules=rules,
             start=start,  # pyright: ignore[reportArgumentType]  # checked there
             progress=progress,
             judged_by=judged_by,
             checks_numbers=checks_numbers,
             candidates=candidates or (),
+            names_levels=candidates is not None,
             remat=remat,
             objective=objective,
             formats=formats,

@@ -18,10 +18,9 @@ import numpy as np
 import optax
 
 from cost.base import Problem, num_strategies
-from cost.evaluation import evaluate
+from cost.evaluation import evaluate, relaxed_cost
 from diffshard.base import Solution
 from diffshard.bilevel_search.relaxation import marginal_logits
-from diffshard.solving.dual.soft_dual import soft_problem
 from diffshard.solving.presolve.ties import merge_ties
 from diffshard.solving.solve import solve
 from experiments.layered import layered_problem
@@ -67,16 +66,14 @@ def descend(
     reduction = merge_ties(problem)
     sizes = num_strategies(reduction.problem)
     ends, scale = np.cumsum(sizes)[:-1].tolist(), _spread(reduction.problem)
-    padded = soft_problem(reduction.problem)  # a program of the same length for any number of nodes
+    node, count = np.repeat(np.arange(len(sizes)), sizes), len(sizes)  # a program of one length for any number of nodes
 
     def weights_of(logits: jax.Array) -> jax.Array:
-        return jax.nn.softmax(jnp.full(padded.node_mask.shape, -jnp.inf).at[np.nonzero(padded.node_mask)].set(logits))
+        weights = jnp.exp(logits - jax.ops.segment_max(logits, node, count)[node])
+        return weights / jax.ops.segment_sum(weights, node, count)[node]
 
-    def cost(rows: jax.Array) -> jax.Array:
-        u, v = padded.edge_nodes.T
-        edges = jnp.einsum("es,est,et->", rows[u], padded.edge_cost, rows[v])
-        loads = jnp.einsum("vs,vsd->d", rows, padded.load)
-        return ((rows * padded.node_cost).sum() + edges + (loads.max() if loads.size else 0.0)) / scale
+    def cost(weights: jax.Array) -> jax.Array:
+        return relaxed_cost(reduction.problem, weights) / scale
 
     def energy(logits: jax.Array, heat: jax.Array, key: jax.Array) -> jax.Array:
         if relaxation == "gumbel":

@@ -21,8 +21,7 @@ from scipy.optimize import nnls
 
 from cost.base import CollectiveKind
 from cost.collectives import collective_s, collective_sent_bytes
-from cost.line_fitting import fit_latency_and_slope, fit_lines
-from cost.lines import least_s
+from cost.lines import fit_latency_and_slope, fit_lines, least_s
 from cost.presets import preset
 from experiments.tables import print_table
 

@@ -40,8 +40,10 @@ def main() -> None:
         local = sum(shard.data.nbytes for leaf in jax.tree.leaves(state) for shard in _addressable(leaf))
         total = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         report(event="restored", **used, local_bytes=local, total_bytes=total)
+        plan = training.plan
+        assert isinstance(plan, diffshard.Plan)
         for number in range(training.num_steps, settings["until"]):
-            state, loss = training.step(state, training.plan.shard(batch=batch_of(number)))
+            state, loss = training.step(state, plan.shard(batch=batch_of(number)))
             report(event="step", number=number, loss=float(loss))
             training.save(number + 1, state, {"batches": number + 1})
         with memory_and_reading() as used:

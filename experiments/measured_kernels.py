@@ -19,8 +19,7 @@ from scipy.optimize import minimize
 
 from cost.base import CollectiveKind
 from cost.collectives import collective_s, collective_sent_bytes
-from cost.line_fitting import fit_lines
-from cost.lines import Line, least_s
+from cost.lines import Line, fit_lines, least_s
 from cost.measured_rates import AttentionRate, ProductRate
 from cost.presets import preset
 from experiments.published.data import MissingDataError, held_out, read

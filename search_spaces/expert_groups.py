@@ -6,8 +6,8 @@ a chosen group agree: for each candidate, two members that follow each other in 
 either all of its members are in it or none. The rest of the formula in `cost/expert_groups.py` is
 
 - a load for each worker that is the first of a group: the group's time, so that the cost takes the slowest group;
-- a usage of 1 for a group, paid by its first worker, in a memory that holds the number of groups; a second memory holds
-  all workers that are not the first of a group, so that there are not fewer groups either;
+- an amount of 1 for each worker that is the first of a group, limited by the number of groups, and one for each other
+  worker, so that there are not fewer groups either;
 - a constant for the all-reduce, over the slowest link of the whole cluster. It is the slowest link between groups in
   every division that cuts that link; where it lies inside a group, `decode` says the exact, smaller time.
 
@@ -95,11 +95,9 @@ class ExpertGroupSpace:
             node_cost=node_cost,
             edge_nodes=np.array(edge_nodes, np.int64).reshape(-1, 2),
             edge_cost=[self._agreement(*pair) for pair in edge_nodes],
-            usage_node=np.arange(num_workers),
-            usage=[np.stack([lead, ~lead], axis=1).astype(float) for lead in leads],
-            usage_interval=np.tile([0, 1], (num_workers, 1)),
-            memory_limit=np.array([self.num_groups, num_workers - self.num_groups], float),
             load=[self._loads(w, leads[w], leaders) for w in range(num_workers)],
+            amount=[np.stack([lead, ~lead], axis=1).astype(float) for lead in leads],
+            amount_limit=np.array([self.num_groups, num_workers - self.num_groups], float),
         )
 
     def _loads(self, worker: int, leads: np.ndarray, leaders: list[int]) -> np.ndarray:

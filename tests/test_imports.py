@@ -129,6 +129,17 @@ def circle(graph: Mapping[str, list[str]]) -> list[str]:
     return []
 
 
+def test_no_two_parts_of_diffshard_import_each_other():
+    parts: dict[str, set[str]] = {}
+    for path in FILES:
+        place = path.relative_to(ROOT)
+        if place.parts[0] == "diffshard" and place.name not in ("__init__.py", "__main__.py"):
+            others = (file.relative_to(ROOT).parts for file in imported_files(path))
+            parts.setdefault(place.parts[1], set()).update(other[1] for other in others if other[0] == "diffshard")
+    both = {(one, other) for one in parts for other in parts[one] - {one} if one in parts.get(other, set())}
+    assert both == set()
+
+
 def test_no_files_import_each_other_in_a_circle():
     graph = {
         str(path.relative_to(ROOT)): [str(file.relative_to(ROOT)) for file in imported_files(path)] for path in FILES

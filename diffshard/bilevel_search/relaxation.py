@@ -3,9 +3,8 @@
 Logits start near uniform where strategies change the loss. Elsewhere they start at the marginals of the cooled dual,
 which see all costs at once.
 
-On the way back, a bound on the predicted increase of the loss is linear in the choice, as a memory limit is. So the
-solver finds the cheapest choice within the bound on a problem with one more device, whose memory is the allowed
-increase.
+On the way back, the predicted increase of the loss is linear in the choice. So it is an amount of the problem whose
+limit is the allowed increase, and the solver finds the cheapest choice within it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,23 +14,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cost.base import Evaluation, Problem, is_forbidden, num_memory_devices, num_strategies
-from cost.evaluation import Evaluator, evaluate
-from cost.relaxed import relaxed_cost
+from cost.base import Evaluation, Problem, is_forbidden, num_strategies
+from cost.evaluation import Evaluator, evaluate, relaxed_cost
 from diffshard.bilevel_search.base import LossPrediction
-from diffshard.solving.dual.soft_dual import free_prices, soft_dual, soft_problem
+from diffshard.solving.dual.ascent import cost_at_prices, initial_prices, softmin_weights
+from diffshard.solving.dual.sweeps import lay_out, sweep
+from diffshard.solving.flat import flatten, with_ceiling
 from diffshard.solving.solve import solve
 from search_spaces.base import Choice, PerStrategy, RelaxedChoice
 
-_TEMPERATURES = np.geomspace(1.0, 0.05, 6)
-"""Temperatures of the dual as it cools, in units of the mean spread of a node's and an edge's costs."""
-_SWEEPS = 30  # of the dual at each temperature
+_TEMPERATURE = 0.05
+"""Temperature of the marginals, in units of the mean spread of a node's and an edge's costs."""
+_SWEEPS = 180  # of the dual
 _LEAST_MARGINAL = 1e-4
 """Weight that every strategy starts with at least, so that a gradient can still raise it."""
 SOLVER_S = 20.0
 """Seconds for each call of the solver; problems of bilevel searches have tens of nodes and take less than one."""
-_BUDGET_UNITS = 1e6
-"""The allowed increase as a memory limit, in bytes: far above rounding errors, far below what a float can hold."""
 
 
 def softmax_choice(problem: Problem, logits: PerStrategy) -> RelaxedChoice:
@@ -58,26 +56,19 @@ def relaxed_seconds(problem: Problem, relaxed_choice: RelaxedChoice) -> jax.Arra
 
 
 def marginal_logits(problem: Problem) -> PerStrategy:
-    """Returns V arrays `[S_v]`: logits whose softmax are the marginals of the cooled dual, with memory free.
+    """Returns V arrays `[S_v]`: logits whose softmax are the marginals of the dual, with memory free.
 
     Args:
-      problem: whose memory limits, if any, are left to the steps that follow.
+      problem: whose limits, if any, are left to the steps that follow.
     """
+    flat = with_ceiling(flatten(problem._replace(amount=(), amount_limit=np.zeros(0))))
+    layout, cost = lay_out(flat, np.float64), cost_at_prices(flat, initial_prices(flat))
+    messages, absorbed_cost = np.zeros(layout.num_messages + 1), cost
+    for _ in range(_SWEEPS):
+        _, absorbed_cost = sweep(layout, cost, messages)
     scale = _mean_range([*problem.node_cost, *problem.edge_cost])
-    node_cost, edge_cost, load = (
-        [np.asarray(cost, float) / scale for cost in costs]
-        for costs in (problem.node_cost, problem.edge_cost, problem.load)
-    )
-    scaled_problem = problem._replace(node_cost=node_cost, edge_cost=edge_cost, load=load)
-    soft, prices = soft_problem(scaled_problem), free_prices(scaled_problem)
-    messages, marginals = None, jnp.zeros(())
-    for temperature in _TEMPERATURES:
-        dual = soft_dual(soft, prices, temperature=float(temperature), sweeps=_SWEEPS, messages=messages)
-        messages, marginals = dual.messages, dual.marginals
-    return [
-        jnp.log(jnp.maximum(marginals[v, :size], _LEAST_MARGINAL))
-        for v, size in enumerate(num_strategies(problem).tolist())
-    ]
+    marginals = np.maximum(softmin_weights(flat, absorbed_cost, _TEMPERATURE * scale), _LEAST_MARGINAL)
+    return [jnp.log(jnp.asarray(row)) for row in np.split(marginals, flat.start[1:-1])]
 
 
 def _mean_range(costs: Sequence[Any]) -> float:
@@ -220,20 +211,12 @@ def cheapest_within(problem: Problem, prediction: LossPrediction, limit: float) 
     budget = limit - prediction.increase(least_choice)
     if budget <= 0:
         return least_choice
-    increases = [
-        np.maximum(row - row[s], 0.0) / budget * _BUDGET_UNITS for row, s in zip(slopes, least_choice, strict=True)
-    ]
-    memory_limit, usages = _finite_memory(problem)
+    increases = [np.maximum(row - row[s], 0.0)[:, None] for row, s in zip(slopes, least_choice, strict=True)]
     bounded_problem = problem._replace(
-        usage_node=np.concatenate([np.asarray(problem.usage_node, np.int64), np.arange(len(slopes))]),
-        usage=[
-            *(np.pad(u, ((0, 0), (0, 1))) for u in usages),
-            *(np.pad(u[:, None], ((0, 0), (memory_limit.size, 0))) for u in increases),
-        ],
-        usage_interval=np.concatenate(
-            [np.asarray(problem.usage_interval, np.int64).reshape(-1, 2), np.tile([0, 1], (len(slopes), 1))]
-        ),
-        memory_limit=np.append(memory_limit, _BUDGET_UNITS),
+        amount=[*map(np.column_stack, zip(problem.amount, increases, strict=True))]
+        if len(problem.amount)
+        else increases,
+        amount_limit=np.append(problem.amount_limit, budget),
     )
     return cheapest_choice(bounded_problem)
 
@@ -250,12 +233,3 @@ def cheapest_at_price(problem: Problem, prediction: LossPrediction, seconds_per_
 def cheapest_choice(problem: Problem) -> Choice:
     """Returns the solver's choice."""
     return tuple(int(s) for s in solve(problem, time_limit_s=SOLVER_S).choice)
-
-
-def _finite_memory(problem: Problem) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Returns limits `[D]` of the devices that have one, and the usages `[S_v, D]` there."""
-    devices = num_memory_devices(problem)
-    limit = np.broadcast_to(np.asarray(problem.memory_limit, float), (devices,))
-    usages = [np.asarray(usage, float).reshape(len(usage), -1) for usage in problem.usage]
-    usages = [np.broadcast_to(usage, (len(usage), devices))[:, np.isfinite(limit)] for usage in usages]
-    return limit[np.isfinite(limit)], usages

@@ -132,6 +132,8 @@ def _plan(
             return planned_function.plan(*args, progress=progress)
         except (InfeasibleError, PlanError):
             raise
+        except TimeoutError as error:
+            raise FailedError(str(error)) from None
         except Exception as error:
             _fail(f"{name} could not be planned", error)
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from cost.number_ranges import Count, Index
 from diffshard.base import FileError
 from diffshard.files import replace_file
-from diffshard.plans.base import PlanData
-from diffshard.plans.documents import DAMAGE
+from diffshard.pipelines.plan import PipelinePlan
+from diffshard.plans.documents import DAMAGE, PIPELINE, kind_of, read
 from diffshard.plans.file import load, save
 from diffshard.plans.json_values import JsonValues, from_json_values
 from diffshard.sharding_search.plan import Plan
@@ -70,9 +70,10 @@ class Checkpoint:
     arrays: tuple[SavedArray, ...]
     data: JsonValues
 
-    def plan(self) -> Plan:
+    def plan(self) -> Plan | PipelinePlan:
         """Reads the plan that the training ran with."""
-        return load(os.path.join(self.folder, PLAN), Plan)
+        path = os.path.join(self.folder, PLAN)
+        return PipelinePlan.load(path) if kind_of(read(path)) == PIPELINE else load(path, Plan)
 
 
 class _Manifest(NamedTuple):
@@ -89,9 +90,15 @@ def step_folder(directory: str, num_steps: int) -> str:
     return os.path.join(directory, f"{num_steps:08d}")
 
 
-def write_manifest(folder: str, plan: PlanData, num_steps: int, arrays: Sequence[SavedArray], data: Any) -> None:
+def write_manifest(
+    folder: str, plan: Plan | PipelinePlan, num_steps: int, arrays: Sequence[SavedArray], data: Any
+) -> None:
     """Finishes a checkpoint whose arrays are written: adds the plan and, last, the manifest."""
-    save(plan, os.path.join(folder, PLAN))
+    path = os.path.join(folder, PLAN)
+    if isinstance(plan, PipelinePlan):
+        plan.save(path)
+    else:
+        save(plan, path)  # in the first process, which does not wait for others here
     files = {name: _size_and_checksum(os.path.join(folder, name)) for name in _files_in(folder)}
     document = {
         "format": FORMAT,

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from cost.clusters import Cluster
 from cost.real_numbers import whole_number
 from diffshard.base import PlanError
 from diffshard.elastic.checkpoint_files import last_whole_checkpoint, remove_unfinished, set_aside
@@ -19,10 +20,13 @@ from diffshard.elastic.ownership import Ownership
 from diffshard.elastic.training import STATE, Training, difference_of, saved_arrays
 from diffshard.files import folder_path
 from diffshard.front_end import search
+from diffshard.pipelines.pipelined_function import PipelinedFunction
+from diffshard.pipelines.plan import PipelinePlan
 from diffshard.plans.formats import short_name
 from diffshard.processes import Processes, errors_for_all, processes_of
 from diffshard.sharding_search.call import split
 from diffshard.sharding_search.fresh_state import FreshState
+from diffshard.sharding_search.mesh_candidates import mesh_of_all
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.request import PlanRequest
 
@@ -30,7 +34,7 @@ from diffshard.sharding_search.request import PlanRequest
 def resume(
     directory: str | os.PathLike[str],
     fn: Callable[..., Any],
-    mesh: Mesh,
+    mesh: Mesh | Cluster,
     init: Callable[[], Any],
     *args: Any,
     save_interval_steps: int = 1,
@@ -54,7 +58,7 @@ def resume(
         writes there: a file says which. The file of a job that was killed counts for nothing on the same machine, and
         on another one if it is not touched for 15 seconds, for which `resume` waits then.
       fn: a training step: it takes the state first, and returns it anew.
-      mesh: of the devices that there are.
+      mesh: of the devices that there are; with `pipeline` a `Cluster` of them, all of one process.
       init: makes the state without arguments. It is run only if there is no checkpoint, on all devices, each making
         its own part; else it only says what the pytree and the shapes are.
       *args: the other arguments of `fn`: arrays or `jax.ShapeDtypeStruct`.
@@ -74,12 +78,16 @@ def resume(
       TypeError, ValueError: an argument breaks a rule, also one of `search`; no plan fits the memory limit; or `fn`
         does not return the state.
     """
+    is_pipeline, devices = options.get("pipeline") is not None, mesh
+    if is_pipeline and isinstance(devices, Cluster):
+        mesh = _mesh_of(devices)
     with errors_for_all(mesh if isinstance(mesh, Mesh) else None, "go on from the last checkpoint"):
         directory = folder_path("directory", directory)
-        _check_arguments(mesh, init, {"save_interval_steps": save_interval_steps, "max_to_keep": max_to_keep})
+        mesh = _checked_arguments(mesh, init, {"save_interval_steps": save_interval_steps, "max_to_keep": max_to_keep})
         fresh_state = FreshState(init)
         saved = saved_arrays(fresh_state.paths(STATE), fresh_state.arrays)
-        _warn_of_whole_batch(mesh, args)
+        if not is_pipeline:
+            _warn_of_whole_batch(mesh, args)
         checkpoint, ownership = _agreed_checkpoint(directory, mesh)
         try:
             if checkpoint is not None:
@@ -87,14 +95,30 @@ def resume(
                 difference = difference_of(name, checkpoint.arrays, "the state of `init`", saved)
                 if difference is not None:
                     raise CheckpointError(f"{difference} Give the function and the state that the training began with.")
-                options.setdefault("start", _plan_of(checkpoint))
-            step = search(fn, mesh, **options).checked_by(_check_that_state_comes_back)
-            plan = step.plan(fresh_state.shapes, *args)
+                options.setdefault("start", _plan_of(checkpoint, PipelinePlan if is_pipeline else Plan))
+            if is_pipeline:
+                step, plan, shardings = _pipelined(fn, devices, fresh_state, args, options)
+            else:
+                step = search(fn, mesh, **options).checked_by(_check_that_state_comes_back)
+                plan = step.plan(fresh_state.shapes, *args)
+                tensors = plan.arguments[: len(fresh_state.arrays)]
+                shardings = [NamedSharding(plan.placed_mesh, tensor.partition_spec) for tensor in tensors]
         except BaseException:
             if ownership is not None:
                 ownership.release()
             raise
-    return Training(step, plan, fresh_state, checkpoint, directory, ownership, save_interval_steps, max_to_keep)
+    return Training(
+        step,
+        plan,
+        shardings,
+        mesh,
+        fresh_state,
+        checkpoint,
+        directory,
+        ownership,
+        save_interval_steps,
+        max_to_keep,
+    )
 
 
 def take_over(directory: str, processes: Processes) -> Checkpoint | None:
@@ -123,13 +147,47 @@ def take_over(directory: str, processes: Processes) -> Checkpoint | None:
     return checkpoint
 
 
-def _check_arguments(mesh: Any, init: Any, counts: Mapping[str, Any]) -> None:
-    """Checks what `resume` is given beside the directory and the function; `counts` by their names.
+def _pipelined(
+    fn: Callable[..., Any], devices: Any, fresh_state: FreshState, args: Sequence[Any], options: dict[str, Any]
+) -> tuple[PipelinedFunction[PipelinePlan], PipelinePlan, list[NamedSharding]]:
+    """Returns a step that runs as a pipeline, its plan, and where the arrays of the state are kept.
+
+    Raises:
+      ValueError: the step does not return the state.
+    """
+    step = search(fn, devices, **options)
+    plan, places = step.plan(fresh_state.shapes, *args), step.places(fresh_state.shapes, *args)
+    of_state = zip(fresh_state.paths(STATE), places, strict=False)
+    for path in (path for path, place in of_state if not place.is_replaced):
+        raise ValueError(
+            f"`fn` must return the new state, but no result of {plan.function} takes the place of `{path}`."
+        )
+    return step, plan, [place.sharding for place in places[: len(fresh_state.arrays)]]
+
+
+def _mesh_of(cluster: Cluster) -> Mesh:
+    """Returns a mesh of all devices of a cluster, by which their processes are known.
+
+    Raises:
+      ValueError: they are those of several processes.
+    """
+    mesh = mesh_of_all(cluster)
+    if not isinstance(mesh, Mesh):
+        raise ValueError("`mesh` is a cluster that is only described: there are no devices to train on.")
+    if not processes_of(mesh).is_one:
+        raise ValueError("`resume` with `pipeline` is for one process: it saves the parts of all stages together.")
+    return mesh
+
+
+def _checked_arguments(mesh: Any, init: Any, counts: Mapping[str, Any]) -> Mesh:
+    """Checks what `resume` is given beside the directory and the function, and returns the mesh; `counts` by names.
 
     Raises:
       TypeError, ValueError: an argument breaks a rule; the error names it and its value.
     """
     if not isinstance(mesh, Mesh):
+        if isinstance(mesh, Cluster):
+            raise TypeError("`mesh` can be a Cluster together with `pipeline` only; give a jax.sharding.Mesh.")
         hint = " It is abstract: there are no devices to train on." if isinstance(mesh, AbstractMesh) else ""
         raise TypeError(f"`mesh` must be a jax.sharding.Mesh, not {type(mesh).__name__}.{hint}")
     num_processes = len({device.process_index for device in mesh.devices.flat})
@@ -146,6 +204,7 @@ def _check_arguments(mesh: Any, init: Any, counts: Mapping[str, Any]) -> None:
     for name, value in counts.items():
         if whole_number(value) is None or value < 1:
             raise ValueError(f"`{name}` must be a whole number of at least 1, not {value!r}.")
+    return mesh
 
 
 def _check_that_state_comes_back(request: PlanRequest) -> None:
@@ -197,10 +256,11 @@ def _agreed_checkpoint(directory: str, mesh: Mesh) -> tuple[Checkpoint | None, O
         raise
 
 
-def _plan_of(checkpoint: Checkpoint) -> Plan | None:
-    """Returns the plan of a checkpoint; where this version cannot read it, the search begins without."""
+def _plan_of(checkpoint: Checkpoint, kind: type[Any]) -> Plan | PipelinePlan | None:
+    """Returns the plan of a checkpoint; where it is of another kind or cannot be read, the search begins without."""
     try:
-        return checkpoint.plan()
+        plan = checkpoint.plan()
+        return plan if isinstance(plan, kind) else None
     except PlanError as error:
         warnings.warn(f"The search begins without the plan of the checkpoint: {error}", stacklevel=3)
         return None

@@ -7,17 +7,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from cost.real_numbers import whole_number
 from diffshard.elastic.checkpoint_files import remove, saved_steps
 from diffshard.elastic.manifests import Checkpoint, CheckpointError, SavedArray, step_folder, write_manifest
 from diffshard.elastic.orbax_files import ArrayFiles
 from diffshard.elastic.ownership import Ownership
+from diffshard.pipelines.pipelined_function import PipelinedFunction
+from diffshard.pipelines.plan import PipelinePlan
 from diffshard.plans.formats import short_name
 from diffshard.processes import errors_for_all, processes_of
 from diffshard.sharding_search.call import abstract_array, array_paths, split
 from diffshard.sharding_search.fresh_state import FreshState
+from diffshard.sharding_search.numbers_check import as_one_array
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
 
@@ -39,8 +42,10 @@ class Training:
 
     def __init__(
         self,
-        step: PlannedFunction[Plan],
-        plan: Plan,
+        step: PlannedFunction[Plan] | PipelinedFunction[PipelinePlan],
+        plan: Plan | PipelinePlan,
+        shardings: Sequence[NamedSharding],
+        mesh: Mesh,
         fresh_state: FreshState,
         checkpoint: Checkpoint | None,
         directory: str,
@@ -49,6 +54,7 @@ class Training:
         max_to_keep: int,
     ):
         self.step, self.plan = step, plan
+        self._shardings, self._mesh = shardings, mesh
         self.num_steps = 0 if checkpoint is None else checkpoint.num_steps
         self.data = None if checkpoint is None else checkpoint.data
         self._fresh_state, self._checkpoint = fresh_state, checkpoint
@@ -68,9 +74,7 @@ class Training:
         Raises:
           OSError: the checkpoint cannot be read.
         """
-        fresh = self._fresh_state
-        tensors = self.plan.arguments[: len(fresh.arrays)]
-        shardings = [NamedSharding(self.plan.placed_mesh, tensor.partition_spec) for tensor in tensors]
+        fresh, shardings = self._fresh_state, self._shardings
         if self._checkpoint is None:
             return fresh.make(shardings)
         targets = {
@@ -103,7 +107,7 @@ class Training:
           OSError: the checkpoint before could not be written, as on a full disk.
           ProcessesError: one of these happened in another process, or it saves another number of steps.
         """
-        with errors_for_all(self.plan.mesh, "save a checkpoint"):
+        with errors_for_all(self._mesh, "save a checkpoint"):
             if self._is_closed:
                 raise ValueError("`save` cannot be called after `close`: the directory was given back.")
             if whole_number(num_steps) is None or num_steps <= 0:
@@ -112,7 +116,7 @@ class Training:
             if (num_steps == self._last_saved) if force else (num_steps % self._save_interval_steps):
                 return False
             what, facts = "save a checkpoint", {"`num_steps`": str(num_steps)}
-            data, named = processes_of(self.plan.mesh).alike(
+            data, named = processes_of(self._mesh).alike(
                 what, lambda: self._checked(num_steps, state, data), lambda _: facts
             )
             self.wait()
@@ -142,7 +146,7 @@ class Training:
             self._ownership.check()
             if os.path.lexists(folder := step_folder(self._directory, num_steps)):
                 raise CheckpointError(f"`{folder}` is in the way of a checkpoint, and none itself: move it elsewhere.")
-        return data, {entry.path: array for entry, array in zip(saved, arrays, strict=True)}
+        return data, {entry.path: as_one_array(array) for entry, array in zip(saved, arrays, strict=True)}
 
     def wait(self) -> None:
         """Waits until the last checkpoint is whole, and removes the oldest.

@@ -7,7 +7,7 @@ from typing import Any, get_args
 from cost.pipeline_schedules import Schedule
 from cost.real_numbers import whole_number
 from diffshard.pipelines.batch_arguments import BatchArguments
-from diffshard.pipelines.plans.base import GradientReduction, ResidualUse
+from diffshard.pipelines.plans.base import BatchMeans, GradientReduction, ResidualUse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,10 @@ class Pipeline:
       residuals: what may become of the arrays that the backward pass reads of the forward pass: "keep" leaves them in
         memory for each micro-batch in flight; with "recompute" a stage makes some again where the memory
         demands it or that is faster; with "offload" some wait in pinned memory of the host.
+      batch_means: what a gradient reads that needs a mean over the batch, as that of a product of two means does, such
+        as the balancing loss of a mixture of experts. No micro-batch knows the "whole" one before all have run, so that
+        such steps are refused; with "each_microbatch" each takes its own, which is the gradient of the mean of the
+        micro-batches' losses. Losses themselves are those of the whole batch either way.
 
     Raises:
       ValueError: a number or a name breaks its rule.
@@ -42,6 +46,7 @@ class Pipeline:
     gradient_reductions: Sequence[GradientReduction] = ("each_microbatch",)
     max_replicas: int = 1
     residuals: Sequence[ResidualUse] = ("keep", "recompute")
+    batch_means: BatchMeans = "whole"
 
     def __post_init__(self):
         _ = self.batch
@@ -72,6 +77,7 @@ class Pipeline:
                 "`Pipeline.max_replicas` must be 1 with the schedule '2bw', and where gradients are reduced only once: "
                 f"replicas add up their own sums when a step ends; got {self.max_replicas!r}."
             )
+        _check_batch_means(self.batch_means)
         for name in ("schedules", "gradient_reductions", "residuals"):
             given = getattr(self, name)
             if not isinstance(given, str) and len(set(given)) < len(given):
@@ -97,3 +103,8 @@ class Pipeline:
         if isinstance(given, Sequence) and not isinstance(given, str):
             return tuple(sorted(set(given)))
         return (given,)
+
+
+def _check_batch_means(batch_means: Any) -> None:
+    if batch_means not in get_args(BatchMeans):
+        raise ValueError(f"`Pipeline.batch_means` must be one of {get_args(BatchMeans)}, not {batch_means!r}.")

@@ -27,6 +27,11 @@ def check_can_be_held(options: PipelineOptions, processes: Processes) -> None:
             '`check` "numbers" holds the first call against one device, and the cluster of `pipeline` is only '
             "described, so that nothing runs. Give `diffshard.Cluster.from_devices(jax.devices())`."
         )
+    if options.pipeline.batch_means != "whole":
+        raise ValueError(
+            '`check` "numbers" cannot be given together with `Pipeline(batch_means="each_microbatch")`: one device has '
+            "the means of the whole batch, and so other gradients."
+        )
     if not processes.is_one:
         raise PlanError(
             'By `check` "numbers" a `pipeline` is held against one device, which the devices of several processes have '

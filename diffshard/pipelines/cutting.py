@@ -21,15 +21,15 @@ from diffshard.pipelines.microbatches import (
     traced_call,
     without_dead_code,
 )
+from diffshard.pipelines.plans.base import BatchMeans
 from diffshard.sharding_search.call import abstract_array
 from diffshard.staged_array import StagedArray
-from search_spaces.pipelines.array_segments import Segments
 from search_spaces.pipelines.cut_candidates import Cut, CutCandidate, cut_candidates
 from search_spaces.pipelines.forward_backward import is_transposed
 from search_spaces.pipelines.layer_flow import layer_flow
 from search_spaces.pipelines.microbatches import MicrobatchedFunction
 from search_spaces.pipelines.numbered_program import Mark, mark_of, numbered_program, without_numbers
-from search_spaces.pipelines.scan_segments import rules_of_equations, scan_of, segmented_program
+from search_spaces.pipelines.scan_segments import Segments, rules_of_equations, scan_of, segmented_program
 from search_spaces.pipelines.step_parts import Part, StepParts, step_parts
 from search_spaces.sharding.opaque.cudnn import planned_without_cudnn
 from search_spaces.sources import user_source
@@ -47,12 +47,20 @@ class UncutStep:
       function: the step in micro-batches.
       parts: the step in three parts; cuts name equations of `parts.each`.
       given: for each flat argument the sharding that the user gives, or None; empty where there are none.
+      batch_means: as in `Pipeline`.
     """
 
     call: TracedCall
     function: MicrobatchedFunction
     parts: StepParts
     given: tuple[PartitionSpec | None, ...] = ()
+    batch_means: BatchMeans = "whole"
+
+    @property
+    def means_of_microbatches(self) -> list[str]:
+        """The places of gradients that read means, or other sums, of their own micro-batch."""
+        graph, flow = self.function.graph, self.function.flow
+        return list(dict.fromkeys(graph.vertices[i].user_source for i in sorted(flow.estimated | set(flow.estimates))))
 
     def candidates(self) -> list[CutCandidate]:
         """Returns all places at which the forward pass can be cut, in order."""
@@ -157,6 +165,8 @@ def uncut_step(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     num_groups: int = 1,
+    *,
+    batch_means: BatchMeans = "whole",
 ) -> UncutStep:
     """Traces a training step for some arguments, arrays or their shapes, in micro-batches.
 
@@ -167,6 +177,7 @@ def uncut_step(
       args: of the step.
       kwargs: of the step.
       num_groups: R, which divides `count`: `in_groups` makes micro-batches of R parts each.
+      batch_means: as in `Pipeline`.
 
     Raises:
       ValueError: the batch cannot be divided, an operation mixes its examples, or a scan has whole training steps as
@@ -183,8 +194,9 @@ def uncut_step(
                 "a backward pass, which no stages can be cut from. If it accumulates gradients over parts of the "
                 "batch, remove it and give `Pipeline.microbatches` instead: the step then computes them by itself."
             )
-    function = divided_call(call, count, _COUNT_NAME, num_groups)
-    return UncutStep(call, function, step_parts(function, call.feedback))
+    is_estimating = batch_means == "each_microbatch"
+    function = divided_call(call, count, _COUNT_NAME, num_groups, estimates_sums=is_estimating)
+    return UncutStep(call, function, step_parts(function, call.feedback), batch_means=batch_means)
 
 
 def cut_step(step: UncutStep, cuts: Sequence[Cut]) -> CutStep:
@@ -215,7 +227,10 @@ def cut_step(step: UncutStep, cuts: Sequence[Cut]) -> CutStep:
         batch=[positions[i] for i in step.call.batch],
     )
     count, num_groups = step.parts.num_microbatches, step.parts.num_groups
-    function = divided_call(call, count, _COUNT_NAME, num_groups) if trips else step.function
+    is_estimating = step.batch_means == "each_microbatch"
+    function = (
+        divided_call(call, count, _COUNT_NAME, num_groups, estimates_sums=is_estimating) if trips else step.function
+    )
     feedback = tuple(divided.segments.divided_feedback(step.call.feedback))
     parts = step_parts(function, feedback) if trips else step.parts
     where = sorted(_place(step, parts, cut, divided.bounds) for cut in cuts)

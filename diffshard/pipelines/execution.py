@@ -5,6 +5,7 @@ each dispatches the programs of the stages that it owns devices of. All go throu
 that they meet in the copies between them.
 """
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -256,7 +257,10 @@ class _Dispatch:
         except StageError:
             raise
         except Exception as error:
-            raise StageError(stage, f"Stage {stage} on {self._devices[stage]}: {what} failed: {error}") from error
+            text = f"Stage {stage} on {self._devices[stage]}: {what} failed: {error}"
+            if re.search(r"dot_product_attention\w*' not found for platform", str(error)):
+                text += ". cuDNN's attention can be planned anywhere, and runs on GPUs only."
+            raise StageError(stage, text) from error
 
 
 def _name(label: Label, microbatch: int | None) -> str:

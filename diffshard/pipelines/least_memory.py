@@ -13,6 +13,7 @@ import numpy as np
 
 from cost.memory import least_memory
 from cost.pipeline_schedules import Schedule, kept_microbatches
+from diffshard.base import InfeasibleError
 from diffshard.pipelines.options import PipelineOptions, memory_limit_of
 from diffshard.pipelines.plans.text import short_source
 from diffshard.pipelines.solved_stages import Entry
@@ -140,19 +141,31 @@ def stage_need(search: StepSearch, entry: Entry) -> StageNeed:
     return StageNeed(least_bytes, max(space.summarize(lightest_choice(space.problem).tolist()).peak_bytes, least_bytes))
 
 
-def nothing_fits(options: PipelineOptions, searches: Sequence[StepSearch], is_over: Callable[[], bool]) -> str:
-    """Says what does not fit: the stage that needs most in the division that needs least."""
+def nothing_found(
+    options: PipelineOptions, searches: Sequence[StepSearch], is_over: Callable[[], bool]
+) -> InfeasibleError | TimeoutError:
+    """Returns the error of a search that found nothing: what does not fit, or that it had too little time.
+
+    What does not fit is the stage that needs most in the division that needs least.
+    """
+    need = least_need(searches, is_over)
+    name = getattr(options.fn, "__name__", "the function")
+    if is_over() and need is not None and need.share <= 1:
+        return TimeoutError(
+            f"`time_limit_s` {options.time_limit_s} ended the search for a pipeline of {name} before a first one was "
+            "found, and nothing says that none fits. Give more time, fewer numbers of `Pipeline.microbatches` and "
+            "`schedules`, or the solver 'greedy'."
+        )
     kinds = ", ".join(
         f"{hosts.num_devices} x {hosts.name} with {memory_limit_of(options, kind):,.0f} bytes"
         for kind, hosts in enumerate(options.cluster.kinds)
     )
     state_bytes = searches[0].chain.state_bytes.sum()
     donate = "" if searches[0].is_donated else " donate the state (`donate_argnums`),"
-    return (
-        f"No pipeline of {getattr(options.fn, '__name__', 'the function')} with at most {options.pipeline.max_stages} "
-        f"stages was found that fits {kinds}. {_need_text(options, least_need(searches, is_over))} Its state alone has "
-        f"{state_bytes:,.0f} bytes. Give more memory, devices, stages or micro-batches,{donate} or rematerialise "
-        "(`jax.checkpoint`)."
+    return InfeasibleError(
+        f"No pipeline of {name} with at most {options.pipeline.max_stages} stages was found that fits {kinds}. "
+        f"{_need_text(options, need)} Its state alone has {state_bytes:,.0f} bytes. Give more memory, devices, stages "
+        f"or micro-batches,{donate} or rematerialise (`jax.checkpoint`)."
     )
 
 

@@ -16,6 +16,7 @@ from diffshard.sharding_search.lost_changes import in_words, lost_changes, warn_
 from search_spaces.pipelines.batch_flow import batch_flow
 from search_spaces.pipelines.batch_states import DivisionError
 from search_spaces.pipelines.microbatches import MicrobatchedFunction
+from search_spaces.pipelines.own_rows import with_own_rows
 from search_spaces.sharding.rules import rules_of
 from search_spaces.sharding.tracing import build_graph, feedback_of
 
@@ -179,20 +180,27 @@ def traced_call(
 
     jaxpr = jax.make_jaxpr(from_arrays)(*map(abstract_array, arrays))
     result, feedback = results[-1]
-    return TracedCall(name, without_dead_code(jaxpr), arrays, paths, of_batch, result, feedback)
+    return TracedCall(name, without_dead_code(with_own_rows(jaxpr)), arrays, paths, of_batch, result, feedback)
 
 
 def divided_call(
-    call: TracedCall, count: int, count_name: str = "num_microbatches", num_groups: int = 1
+    call: TracedCall,
+    count: int,
+    count_name: str = "num_microbatches",
+    num_groups: int = 1,
+    *,
+    estimates_sums: bool = False,
 ) -> MicrobatchedFunction:
     """Finds how a traced function runs in micro-batches, which are those of some groups one after the other.
+
+    With `estimates_sums` gradients may read sums over the batch as each micro-batch estimates them.
 
     Raises:
       ValueError: an operation mixes the examples of the batch; names it.
     """
     graph = build_graph(call.program, [None] * len(call.program.jaxpr.outvars), call.paths)
     try:
-        flow = batch_flow(graph, rules_of(graph), call.batch, count)
+        flow = batch_flow(graph, rules_of(graph), call.batch, count, estimates_sums=estimates_sums)
     except DivisionError as error:
         raise ValueError(_why_not_divided(call, count_name, error)) from None
     return MicrobatchedFunction(graph, flow, count, num_groups)
@@ -218,7 +226,10 @@ def _why_not_divided(call: TracedCall, count_name: str, error: DivisionError) ->
     return (
         f"{call.name} cannot be a pipeline, which computes micro-batches one after the other: {error} Search without "
         "`pipeline`, which shards such steps, or compute each example without the others, up to sums of losses and "
-        "gradients: with layer normalisation, say, or a loss without comparisons between examples."
+        "gradients: with layer normalisation, say, or a loss without comparisons between examples. A product of means, "
+        "as in the balancing loss of a mixture of experts, may be one of means over groups of examples: give the batch "
+        "as `[groups, examples, ...]`, and each group counts as one example. Or let each micro-batch have a product of "
+        'its own means, `Pipeline(batch_means="each_microbatch")`.'
     )
 
 

@@ -17,7 +17,7 @@ from cost.base import Hardware
 from diffshard.pipelines.stage_search import StageLayout
 from search_spaces.partition_specs import NamedSpec
 from search_spaces.pipelines.forward_backward import num_bytes
-from search_spaces.pipelines.offloading import can_be_offloaded, residuals_of
+from search_spaces.pipelines.residuals import can_be_offloaded, residuals_of
 from search_spaces.pipelines.stage_keys import Key
 from search_spaces.pipelines.stage_programs import StagedStep
 from search_spaces.rematerialisation.minimum_cuts import RematChoice

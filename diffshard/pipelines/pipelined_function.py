@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 from jax.core import Tracer
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from diffshard.live_progress import LiveLine, live_line
 from diffshard.pipelines.checked_calls import check_can_be_held, checked_call
@@ -30,6 +30,18 @@ from diffshard.sharding_search.options import positional_names, signature_of
 PlanT = TypeVar("PlanT", bound=PipelinePlanData)
 FindPipeline = Callable[[PipelineOptions, Sequence[Any], Mapping[str, Any], Processes, LiveLine], FoundPipeline]
 """Finds a pipeline for the arguments of a call, as `find_pipeline` does."""
+
+
+class ArrayPlace(NamedTuple):
+    """Where an array of the arguments is kept.
+
+    Attributes:
+      sharding: on the mesh of the stage that keeps it; of several stages that of the first one, with the whole array.
+      is_replaced: whether a result replaces it in the next call.
+    """
+
+    sharding: NamedSharding
+    is_replaced: bool
 
 
 @dataclass
@@ -69,6 +81,7 @@ class PipelinedFunction(Generic[PlanT]):
 
         Raises:
           InfeasibleError: no pipeline fits the memory.
+          TimeoutError: the time limit ended the search before anything was found, and something may fit.
           TypeError: it is called under `jax.jit` or another transformation of JAX.
           ValueError: no number of micro-batches divides the batch, or the step cannot be cut; names the operation.
         """
@@ -155,6 +168,20 @@ class PipelinedFunction(Generic[PlanT]):
         if prepared.execution is None:
             prepared.execution = self._execution(args, kwargs, prepared.found)
         return prepared.execution
+
+    def places(self, *args: Any, **kwargs: Any) -> list[ArrayPlace]:
+        """Returns where each array of the arguments is kept, in the order in which JAX flattens them."""
+        if self._has_static:
+            own, args, kwargs = self._without_static(args, kwargs)
+            return own.places(*args, **kwargs)
+        execution, step = self.execution(*args, **kwargs), self._prepare(args, kwargs).found.step
+        found = []
+        for position, segments in zip(step.segments.positions(), step.segments.arguments, strict=True):
+            sharding = execution.place(position)
+            if segments is not None:  # there is no sharding over the devices of several stages
+                sharding = NamedSharding(sharding.mesh, PartitionSpec())
+            found.append(ArrayPlace(sharding, step.replaced[position] is not None))
+        return found
 
     def _without_static(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -88,6 +88,7 @@ class PipelinePlan(PipelinePlanData):
             batch_argnames=self.roles.batch_argnames,
             microbatches=self.num_microbatches,
             schedules=(self.schedule,),
+            batch_means=self.batch_means,
             residuals=("keep", "offload") if is_offloading else ("keep",),
         )
         try:
@@ -142,7 +143,11 @@ def _applied(
     count, num_groups = plan.num_microbatches * plan.num_groups, plan.num_groups
 
     def traced() -> list[UncutStep]:
-        return [uncut_step(options.fn, count, options.pipeline.batch, args, kwargs, num_groups)]
+        return [
+            uncut_step(
+                options.fn, count, options.pipeline.batch, args, kwargs, num_groups, batch_means=plan.batch_means
+            )
+        ]
 
     processes.check_alike(what, {"the plan": digest_of({"the plan": json.dumps(to_json(plan))})})
     steps = processes.alike(what, traced, trace_facts)

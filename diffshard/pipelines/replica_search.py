@@ -19,9 +19,8 @@ from scipy.optimize import linprog
 from cost.clusters import Cluster
 from cost.collectives import collective_s
 from cost.host_groups import Submesh
-from cost.pipeline_replicas import balanced_microbatches
 from cost.pipeline_schedules import Schedule, graph_of, kept_microbatches
-from cost.pipeline_times import StageTimes, simulate
+from cost.pipeline_times import StageTimes, balanced_microbatches, simulate
 from diffshard.base import InfeasibleError
 from diffshard.pipelines.options import PipelineOptions, mesh_shape
 from diffshard.pipelines.solved_stages import FoundDivision

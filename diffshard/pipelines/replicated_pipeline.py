@@ -6,9 +6,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from cost.host_groups import Submesh
-from cost.pipeline_replicas import balanced_microbatches, joined_graph
 from cost.pipeline_schedules import graph_of
-from cost.pipeline_times import StageTimes, simulate
+from cost.pipeline_times import StageTimes, balanced_microbatches, joined_graph, simulate
 from diffshard.pipelines.cutting import CutStep
 from diffshard.pipelines.decisions import shared_layouts
 from diffshard.pipelines.options import PipelineOptions, mesh_shape

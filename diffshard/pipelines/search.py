@@ -35,7 +35,7 @@ from diffshard.pipelines.given_pipeline import (
     layouts_of,
     with_decisions,
 )
-from diffshard.pipelines.least_memory import nothing_fits
+from diffshard.pipelines.least_memory import nothing_found
 from diffshard.pipelines.options import PipelineOptions, donated_arrays, given_arrays, mesh_shape
 from diffshard.pipelines.planned_pipeline import FoundPipeline, GivenLayouts, planned_pipeline, with_bound
 from diffshard.pipelines.plans.base import PipelinePlanData
@@ -79,6 +79,7 @@ def find_pipeline(
     Raises:
       ValueError: no number of micro-batches divides the batch, or the step cannot be cut.
       InfeasibleError: no pipeline fits the memory.
+      TimeoutError: the time limit ended the search before anything was found, and something may fit.
       ProcessesError: the processes have traced different steps.
     """
     course = Course(line, options.time_limit_s)
@@ -111,7 +112,17 @@ def find_pipeline(
     left_out = sorted({*options.pipeline.microbatch_counts} - {step.num_microbatches for step in searches})
     if left_out:
         found = _with_note(found, f"Numbers of micro-batches that the batch cannot be divided into: {left_out}.")
-    whole = replace(found.plan, question=question, facts=planned_facts(steps[0]), roles=options.roles)
+    if places := steps[0].means_of_microbatches:
+        found = _with_note(
+            found, f"Gradients have means of their micro-batch, not of the whole batch, at {', '.join(places)}."
+        )
+    whole = replace(
+        found.plan,
+        question=question,
+        facts=planned_facts(steps[0]),
+        roles=options.roles,
+        batch_means=options.pipeline.batch_means,
+    )
     whole = processes.shared(what, lambda: whole, kind=PipelinePlanData)
     if not course.is_interrupted:  # an interrupted search might have found better stages
         store.keep(whole)
@@ -216,6 +227,7 @@ def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], course: Co
 
     Raises:
       InfeasibleError: no pipeline fits the memory.
+      TimeoutError: the time limit ended the search before anything was found, and something may fit.
     """
     searches, refused = _with_groups(searches)
     in_order = sorted(searches, key=lambda search: search.num_groups)
@@ -243,7 +255,7 @@ def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], course: Co
     outer = OuterSearch[_Simulated](course.deadline, last_share=SEARCH_SHARE)
     outer.run(candidate(number, *choice) for number, choice in enumerate(choices, 1))
     if not simulated:
-        raise InfeasibleError(nothing_fits(options, searches, course.is_search_over))
+        raise nothing_found(options, searches, course.is_search_over)
     num_tried = sum(one.status != "not tried" for one in outer.tried)
     if num_tried < len(choices):
         refused = (
@@ -319,7 +331,7 @@ def _steps(options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, A
     pipeline, steps, errors, given = options.pipeline, [], [], given_arrays(options, args, kwargs)
     for count, num_groups in itertools.product(pipeline.microbatch_counts, _group_counts(options)):
         try:
-            step = uncut_step(options.fn, count * num_groups, pipeline.batch, args, kwargs, num_groups)
+            step = _uncut_step(options, count, num_groups, args, kwargs)
             steps.append(replace(step, given=given))
         except ValueError as error:
             errors.append(error)
@@ -330,6 +342,15 @@ def _steps(options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, A
     if not steps:
         raise errors[0]
     return steps
+
+
+def _uncut_step(
+    options: PipelineOptions, count: int, num_groups: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> UncutStep:
+    pipeline = options.pipeline
+    return uncut_step(
+        options.fn, count * num_groups, pipeline.batch, args, kwargs, num_groups, batch_means=pipeline.batch_means
+    )
 
 
 def _group_counts(options: PipelineOptions) -> list[int]:

@@ -29,9 +29,8 @@ from diffshard.pipelines.offload_search import (
 from diffshard.pipelines.options import STAGE_TIME_LIMIT_S, PipelineOptions, memory_limit_of, mesh_shape
 from diffshard.pipelines.stage_function import StageFunction
 from diffshard.pipelines.stage_search import STAGE_GAP, StageLayout, StageMemoryError, search_stage
-from search_spaces.pipelines.offloading import residuals_of, with_offloaded
 from search_spaces.pipelines.recomputed_programs import recomputed_stage, working_bytes
-from search_spaces.pipelines.residuals import OUTSIDE, StageResiduals
+from search_spaces.pipelines.residuals import OUTSIDE, StageResiduals, residuals_of, with_offloaded
 from search_spaces.pipelines.stage_keys import Label
 from search_spaces.pipelines.stage_programs import StagedStep
 from search_spaces.rematerialisation.minimum_cuts import RematChoice

@@ -198,7 +198,7 @@ def call_of(options: Options, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     paths = [f"{parameters[leaf.number]}{jax.tree_util.keystr(leaf.path)}" for leaf, _ in kept]
     if options.metadata_rules is not None:
         kept = [
-            (leaf, spec_by_rules(leaf.logical_axes, options.metadata_rules, options.axis_names, path))
+            (leaf, spec_by_rules(leaf.logical_axes, options.metadata_rules, options.given_names, path))
             if spec is None and leaf.logical_axes is not None
             else (leaf, spec)
             for (leaf, spec), path in zip(kept, paths, strict=True)

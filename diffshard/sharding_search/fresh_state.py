@@ -38,8 +38,15 @@ class FreshState:
         return tuple(name + path for path in self._paths)
 
     def make(self, shardings: Sequence[NamedSharding]) -> Any:
-        """Computes the state, each device its own part."""
-        return self.structure.unflatten(jax.jit(self._flat, out_shardings=list(shardings))(*self._args))
+        """Computes the state, each device its own part; what is on other devices is computed there, by itself."""
+        made: dict[int, Any] = {}
+        for devices in dict.fromkeys(frozenset(sharding.device_set) for sharding in shardings):
+            own = [i for i, sharding in enumerate(shardings) if frozenset(sharding.device_set) == devices]
+            arrays = jax.jit(
+                lambda *args, own=own: [self._flat(*args)[i] for i in own], out_shardings=[shardings[i] for i in own]
+            )(*self._args)
+            made.update(zip(own, arrays, strict=True))
+        return self.structure.unflatten([made[i] for i in range(len(shardings))])
 
     def _flat(self, *args: Any) -> list[Any]:
         state = self._init(*args)

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from cost.base import Hardware
 from cost.clusters import Cluster
+from cost.host_groups import LEVELS, MOST_AXES, distinct_shapes
 from cost.hosts import host_of
-from cost.mesh_shapes import distinct_shapes
 from cost.presets import PRESET_NAMES, device_and_network, hardware_of, preset, preset_of_mesh
 from cost.real_numbers import whole_number
 
@@ -65,6 +65,30 @@ def mesh_candidates(devices: Devices, hardware: Hardware | str | None) -> tuple[
             f"`devices` must be a number of devices, a sequence of JAX devices or a Cluster, not {devices!r}."
         )
     return _of_jax_devices(list(np.asarray(devices, object).flat), hardware)
+
+
+class LevelNames:
+    """The names that specs may have for axes of meshes that are not chosen yet: levels of the hosts.
+
+    A level stands for all axes of it, and for none where a mesh has none; "local_a" is one of several axes inside a
+    host.
+    """
+
+    names = (*LEVELS, *(f"{level}_{letter}" for level in LEVELS for letter in "abc"[:MOST_AXES]))
+
+    @staticmethod
+    def on_axes(spec: PartitionSpec, axis_names: Sequence[str]) -> PartitionSpec:
+        """Returns a spec of such names on the axes of a mesh."""
+
+        def axes_of(name: str) -> list[str]:
+            return [axis for axis in axis_names if axis == name or (name in LEVELS and axis.startswith(f"{name}_"))]
+
+        def entry(names: Any) -> Any:
+            if names is None or names is PartitionSpec.UNCONSTRAINED:
+                return names
+            return tuple(axis for name in ([names] if isinstance(names, str) else names) for axis in axes_of(name))
+
+        return PartitionSpec(*map(entry, spec))
 
 
 def mesh_of_all(devices: Any) -> Mesh | AbstractMesh | None:

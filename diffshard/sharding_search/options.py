@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from cost.base import Hardware
 from cost.presets import hardware_of, preset_of_mesh
@@ -16,10 +16,11 @@ from diffshard.base import Solver
 from diffshard.deadline import Deadline
 from diffshard.live_progress import ProgressDisplay
 from diffshard.plans.base import Executor, LogicalAxisRules, PlanData
-from diffshard.sharding_search.mesh_candidates import MeshCandidate
+from diffshard.sharding_search.mesh_candidates import LevelNames, MeshCandidate
 from diffshard.sharding_search.number_formats import Formats, check_formats
 from diffshard.sharding_search.step_objective import StepCost
 from diffshard.solving.solve import check_key, resolve
+from search_spaces.partition_specs import checked_axes_of
 from search_spaces.sharding.given import check_prefix
 
 DEFAULT_SOLVER = "gradient"
@@ -35,7 +36,8 @@ class Options:
     By `metadata_rules` arguments with flax's metadata are given; None leaves them free. `judged_by` says which compiler
     judges the plan, and how; "" for none. `checks_numbers` says whether the first call is held against another run.
     `candidates` are meshes to choose from, and `mesh` and `hardware` those of
-    one of them until one is chosen. Without candidates the mesh is given.
+    one of them until one is chosen. Without candidates the mesh is given. `names_levels` says whether given shardings
+    name levels of hosts (`LevelNames`) in place of axes of the mesh, which may still be open.
 
     Raises:
       TypeError, ValueError: an argument breaks a rule; the error names it and its value.
@@ -61,6 +63,7 @@ class Options:
     judged_by: str = ""
     checks_numbers: bool = False
     candidates: tuple[MeshCandidate, ...] = ()
+    names_levels: bool = False
     remat: Remat | None = None
     objective: StepCost | None = None
     formats: Formats | None = None
@@ -93,8 +96,7 @@ class Options:
                 f"`progress` must be one of {get_args(ProgressDisplay)}, not {self.progress!r}. Give a function to "
                 "`plan(..., progress=...)` of what the search returns."
             )
-        _check_names_no_axes(self)
-        check_prefix(self.in_shardings, self.mesh)
+        _check_given(self)
         for kind in ("donate", "static"):
             numbers, names = getattr(self, f"{kind}_argnums"), getattr(self, f"{kind}_argnames")
             numbers = _checked_positions(f"{kind}_argnums", numbers)
@@ -126,6 +128,11 @@ class Options:
     def axis_names(self) -> tuple[str, ...]:
         """Names of the mesh's axes."""
         return tuple(str(name) for name in self.mesh.axis_names)
+
+    @property
+    def given_names(self) -> tuple[str, ...]:
+        """What given shardings may name: the mesh's axes, or levels of hosts."""
+        return LevelNames.names if self.names_levels else self.axis_names
 
     @property
     def axis_sizes(self) -> tuple[int, ...]:
@@ -292,20 +299,27 @@ def _check_start(start: Any) -> None:
         )
 
 
-def _check_names_no_axes(options: Options) -> None:
-    """Checks that nothing names axes of the mesh while these are open."""
-    if not options.candidates:
+def _check_given(options: Options) -> None:
+    """Checks that given shardings name axes of the mesh; or levels of hosts, where no mesh was chosen yet."""
+    if not options.names_levels:
+        check_prefix(options.in_shardings, options.mesh)
         return
-    if options.metadata_rules is not None:
-        raise ValueError("`logical_axis_rules` name axes of a mesh, which `devices` leaves open: give `mesh` instead.")
-    is_leaf = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-    for leaf in jax.tree.leaves(options.in_shardings, is_leaf=is_leaf):
-        spec = getattr(leaf, "spec", leaf)
-        if isinstance(spec, PartitionSpec) and any(axes is not None for axes in spec):
+    in_shardings = options.in_shardings
+    is_spec = lambda x: x is None or isinstance(x, PartitionSpec | NamedSharding)  # noqa: E731
+    for path, leaf in jax.tree_util.tree_leaves_with_path(in_shardings, is_leaf=is_spec):
+        name = f"`in_shardings`{jax.tree_util.keystr(path)}"
+        if not is_spec(leaf):
+            raise TypeError(f"{name} must be a PartitionSpec or None, not {leaf!r}.")
+        if isinstance(leaf, NamedSharding):
             raise ValueError(
-                f"`in_shardings` has {spec}, which names axes of a mesh, but `devices` leaves these open: give `mesh` "
-                "instead, or only `PartitionSpec()` and None."
+                f"{name} is on the mesh {dict(leaf.mesh.shape)}, but `devices` leaves the mesh open: give a "
+                f"PartitionSpec of {LevelNames.names[:3]}, or `mesh` instead of `devices`."
             )
+        if leaf is not None:
+            try:
+                checked_axes_of(leaf, len(leaf), LevelNames.names, name)
+            except ValueError as error:
+                raise ValueError(f"{error} `devices` leaves the mesh open: its axes are named by levels.") from None
 
 
 def _is_of_axes(candidate: MeshCandidate, axes: Any) -> bool:

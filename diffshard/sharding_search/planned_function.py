@@ -12,7 +12,7 @@ import jax.core
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
-from diffshard.base import Progress
+from diffshard.base import InfeasibleError, Progress
 from diffshard.live_progress import ProgressDisplay, live_line
 from diffshard.plans.base import PlanData
 from diffshard.plans.formats import format_bytes, format_count, format_devices, format_s, short_name
@@ -28,6 +28,7 @@ from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.tracing import TracedFunction, space_of, trace_call
 from diffshard.sharding_search.whole_work import warn_of_whole_work
+from search_spaces.sharding.space import ShardingSpace
 
 PlanT = TypeVar("PlanT", bound=PlanData)
 MakePlan = Callable[[PlanRequest], PlanT]
@@ -202,7 +203,7 @@ class PlannedFunction(Generic[PlanT]):
             start_s = time.perf_counter()
             line.step("tracing")
             traced_function = self._traced(call)
-            space = space_of(options, traced_function)
+            options, space = _with_space(options, traced_function)
             line.step("listing strategies" if processes_of(options.mesh).is_first else "waiting for the first process")
             request = PlanRequest(options, traced_function, space, start_s, progress or line.progress)
             plan = self._make_plan(request)
@@ -305,6 +306,17 @@ def _differences(call: Call, earlier: Call) -> list[str]:
 def _settings() -> tuple[Any, ...]:
     """Returns the settings of JAX on which what is traced depends."""
     return jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _with_space(options: Options, traced_function: TracedFunction) -> tuple[Options, ShardingSpace]:
+    """Returns the space of a function on a mesh; of several meshes on the first that can divide arguments as given."""
+    for candidate in options.candidates:
+        on_mesh = replace(options, mesh=candidate.mesh, hardware=candidate.hardware)
+        try:
+            return on_mesh, space_of(on_mesh, traced_function)
+        except InfeasibleError:
+            continue
+    return options, space_of(options, traced_function)
 
 
 def _have_types(arrays: Sequence[Any], call: Call) -> bool:

@@ -39,11 +39,10 @@ from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.residual_record import record_of
 from diffshard.sharding_search.warm_start import is_made_for
 from diffshard.solving.solvers import gradient
-from search_spaces.rematerialisation.choices import Network, RematChoice
+from search_spaces.rematerialisation.choices import Network, RematChoice, relaxed_problem
 from search_spaces.rematerialisation.offloading import HostLink, offloadable, offloading
 from search_spaces.rematerialisation.passes import passes_of
 from search_spaces.rematerialisation.regions import regions_of_choice
-from search_spaces.rematerialisation.relaxation import relaxed_problem
 from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.spec import local_bytes
 

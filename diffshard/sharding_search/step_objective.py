@@ -7,8 +7,8 @@ for them at the hardware's share, a step takes
 
     T = C + H + max(W, B - C)
 
-seconds. That is no sum, but convex in quantities that are linear in the choice, and so may be a user's objective:
-`diffshard.solving.objectives` finds choices for both, with bounds.
+seconds. That is no sum: W and B - C are loads of which the larger counts (`ShardingSpace.step_problem`). A user's
+objective may be any function of what is linear in the choice. `diffshard.solving` finds choices for both, with bounds.
 """
 
 import math
@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffshard.base import OPTIMAL_GAP, Solution
+from diffshard.solving.form import has_few_pairs
+from diffshard.solving.objectives.largest_loads import split_loads
 from diffshard.solving.objectives.minimise import SolveLinear, minimise
 from diffshard.solving.objectives.objective import Affine, Objective, PricedObjective
 from search_spaces.sharding.explaining import StepPrediction, Transfer
@@ -127,19 +129,22 @@ def best_step(
     prediction = space.predict(first.choice)
     if cost is None and not is_bound_by_links(prediction):
         return first
+    is_stopped = first.status == "interrupted"
+    if cost is None and has_few_pairs(space.step_problem) and not is_stopped:
+        return solve(space.step_problem, np.asarray(first.choice, np.int64), STEP_GAP)
     if cost is None:
-        objective = Objective(seconds_of, {name: space.quantities[name] for name in STEP_QUANTITIES}, name="step_s")
-        unit, bound, history = 1.0, first.lower_bound, first.history  # seconds as priced are nowhere above the step's
-        bounded = _as_priced(objective, space)
+        problem, objective = split_loads(space.step_problem)
+        bound, history = first.lower_bound, first.history
+        bounded = Affine(0.0, np.array([1.0, 0.0]))  # seconds as priced count the first load alone
     else:
         objective = user_objective(space, cost)
         seconds = step_s(prediction)  # a second of preference counts as much as one of this step
         unit = abs(_price(objective, space, first.choice)) / seconds if seconds else 0.0
+        problem = space.preference_problem
+        problem = problem._replace(node_cost=[unit * c for c in problem.node_cost])
         bound, bounded, history = -math.inf, None, ()
-    problem = space.preference_problem
-    is_stopped = first.status == "interrupted"
     found = minimise(
-        problem._replace(node_cost=[unit * c for c in problem.node_cost], memory_limit=memory_limit_bytes),
+        problem._replace(memory_limit=memory_limit_bytes),
         objective,
         solve,
         np.asarray(first.choice, np.int64),
@@ -172,13 +177,6 @@ def seconds_of(amounts: dict[str, jax.Array]) -> jax.Array:
     """Returns the seconds of a step from amounts of `STEP_QUANTITIES`."""
     compute_s, beside_s = amounts[COMPUTE], jnp.sum(amounts[BESIDE])
     return compute_s + jnp.sum(amounts[HELD]) + jnp.maximum(jnp.sum(amounts[WAITED]), beside_s - compute_s)
-
-
-def _as_priced(objective: Objective, space: ShardingSpace) -> Affine:
-    """Returns the seconds of a step as the space prices them."""
-    priced, is_counted = PricedObjective(objective, space.problem), {COMPUTE: 1.0, HELD: 1.0, BESIDE: 0.0, WAITED: 1.0}
-    weights = {name: np.full(quantity.shape, is_counted[name]) for name, quantity in objective.quantities.items()}
-    return Affine(0.0, priced.flat(weights))
 
 
 def _relaxed_step(amounts: dict[str, Any], axis_names: Sequence[str]) -> RelaxedStep:

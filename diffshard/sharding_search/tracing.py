@@ -9,6 +9,7 @@ import jax
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from diffshard.base import InfeasibleError
 from diffshard.plans.base import LogicalAxisRules
 from diffshard.sharding_search.call import (
     Call,
@@ -27,6 +28,7 @@ from diffshard.sharding_search.lost_changes import (
     lost_changes,
     warn_of_lost_changes,
 )
+from diffshard.sharding_search.mesh_candidates import LevelNames
 from diffshard.sharding_search.module_scopes import module_scopes
 from diffshard.sharding_search.options import Options, has_explicit_axes, with_automatic_axes
 from search_spaces.sharding.explicit_axes import has_constraints, has_reshards, with_constraints, without_context_mesh
@@ -240,15 +242,25 @@ def space_of(
 
     Raises:
       ValueError: a given sharding does not fit its argument.
+      InfeasibleError: it does not, on this one of several meshes.
     """
     call = traced_function.call
+    specs = call.given if specs is None else specs
+    if options.names_levels:
+        specs = [None if spec is None else LevelNames.on_axes(spec, options.axis_names) for spec in specs]  # pyright: ignore[reportArgumentType]  # no NamedSharding is let in
+    try:
+        given = given_dimensions(specs, call.arrays, call.paths, options.mesh)
+    except ValueError as error:
+        if not options.names_levels:
+            raise
+        raise InfeasibleError(f"{error} Another mesh may be able to.", is_proven=True) from None
     is_default = options.executor is None and not impossible_operations(traced_function.graph)
     return ShardingSpace(
         traced_function.graph,
         options.axis_names,
         options.axis_sizes,
         options.hardware,
-        given_dimensions(call.given if specs is None else specs, call.arrays, call.paths, options.mesh),
+        given,
         call.donated,
         options.memory_limit_bytes,
         as_program=is_default or options.executor == "program",

@@ -64,9 +64,14 @@ def write(problem: Problem, path: str | os.PathLike) -> None:
     Raises:
       ValueError: the format cannot hold the problem.
     """
-    if len(problem.load) or np.size(problem.memory_limit) > 1 or len(set(problem.usage_node)) < len(problem.usage_node):
+    if (
+        len(problem.load)
+        or len(problem.amount)
+        or np.size(problem.memory_limit) > 1
+        or len(set(problem.usage_node)) < len(problem.usage_node)
+    ):
         raise ValueError(
-            "`problem` has loads, device limits or several usages of a node, which the format cannot hold."
+            "`problem` has loads, amounts, device limits or several usages of a node, which the format cannot hold."
         )
     arrays = [*problem.node_cost, *problem.edge_cost, *problem.usage]
     if not all(np.issubdtype(np.asarray(array).dtype, np.integer) for array in arrays):

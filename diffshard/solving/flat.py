@@ -5,7 +5,9 @@ lies one after the other in one array, with the position where each node's or ed
 edges is then a few calls of NumPy.
 
 Letters for sizes: V nodes, N = ΣS_v strategies of all nodes one after the other, J = 2E directed edges, K usages,
-T times, D devices (1 where the memory is the same on all).
+T times, D devices (1 where the memory is the same on all), R loads in G groups.
+
+Edges add nothing to loads here, and amounts are columns of the memory: `form.py` makes such problems of all.
 """
 
 import itertools
@@ -15,7 +17,7 @@ import jax
 import numpy as np
 import scipy.sparse
 
-from cost.base import Problem, is_forbidden, num_memory_devices, num_strategies
+from cost.base import Problem, is_forbidden, load_groups, num_memory_devices, num_strategies
 from cost.edges import distinct_arrays, map_distinct
 from cost.memory import limit_unit, memory_profile, numbered_times
 
@@ -37,7 +39,8 @@ class Flat(NamedTuple):
       interval: `[K, 2]`.
       base: `[T, D]` what is used whatever is chosen.
       limit: `[D]`.
-      load: `[N, D']` or `[N, 0]`.
+      load: `[N, R]`, the loads of each group side by side.
+      load_first: `[G]` where each group's loads start.
     """
 
     sizes: np.ndarray
@@ -54,6 +57,7 @@ class Flat(NamedTuple):
     base: np.ndarray
     limit: np.ndarray
     load: np.ndarray
+    load_first: np.ndarray
 
 
 def flatten(problem: Problem) -> Flat:
@@ -68,6 +72,7 @@ def flatten(problem: Problem) -> Flat:
     position[order] = np.arange(len(order))
     usage, interval, base, limit = _memory(problem, sizes, start)
     load = [np.asarray(rows, float) for rows in problem.load]
+    groups = load_groups(problem)
     return Flat(
         sizes=sizes,
         start=start,
@@ -82,7 +87,8 @@ def flatten(problem: Problem) -> Flat:
         interval=interval,
         base=base,
         limit=limit,
-        load=np.concatenate(load) if load else np.zeros((len(start) and start[-1], 0)),
+        load=np.concatenate(load)[:, np.concatenate(groups)] if load else np.zeros((len(start) and start[-1], 0)),
+        load_first=np.cumsum([0, *map(len, groups)])[:-1],
     )
 
 
@@ -238,12 +244,19 @@ def chosen_cost(flat: Flat, choice: np.ndarray) -> float:
 def costs_of_choices(flat: Flat, choice: np.ndarray) -> np.ndarray:
     """Sums the node, edge and load cost of each of many choices `[..., V]`, in float64: `[...]`."""
     load = flat.load[flat.start[:-1] + choice].sum(axis=-2)
-    return costs_without_load(flat, choice) + largest_load(load)
+    return costs_without_load(flat, choice) + largest_loads(flat, load)
 
 
-def largest_load(load: np.ndarray) -> np.ndarray:
-    """Returns the largest of the loads `[..., D']`, which may all be negative; 0 where all devices do equal work."""
+def largest_loads(flat: Flat, load: np.ndarray) -> np.ndarray:
+    """Sums the largest of each group of loads `[..., R]`, which may all be negative; 0 where there are none."""
+    if len(flat.load_first) > 1:
+        return np.maximum.reduceat(load, flat.load_first, axis=-1).sum(axis=-1)
     return load.max(axis=-1) if load.shape[-1] else np.zeros(load.shape[:-1])
+
+
+def group_sizes(flat: Flat) -> np.ndarray:
+    """Returns `[G]` how many loads each group has."""
+    return np.diff(np.append(flat.load_first, flat.load.shape[1]))
 
 
 def costs_without_load(flat: Flat, choice: np.ndarray) -> np.ndarray:

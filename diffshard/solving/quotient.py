@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cost.base import Problem, num_devices, num_strategies
+from cost.base import Problem, num_loads, num_strategies
 from cost.edges import distinct_arrays, merge_edges
 
 # A node's class depends on what lies up to this many edges away: on the inside of a layer, not on its number. Chosen by
@@ -87,7 +87,7 @@ def merge_classes(problem: Problem, node_class: np.ndarray) -> Problem:
         else:
             edges.append((u, v, count * np.asarray(matrix, float)))
     between = merge_edges(edges)
-    load = [np.zeros((n, num_devices(problem))) for n in size] if len(problem.load) else []
+    load = [np.zeros((n, num_loads(problem))) for n in size] if len(problem.load) else []
     for c, array in zip(node_class.tolist() if load else (), problem.load, strict=True):
         load[c] += array
     return problem._replace(

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from cost.base import FORBIDDEN, Problem, is_forbidden
+from cost.base import FORBIDDEN, Problem, is_forbidden, load_groups
 from cost.edges import distinct_arrays
 
 _ERRORS_PER_TERM = 8
@@ -35,7 +35,7 @@ class Rounding:
         is_whole = all(np.issubdtype(allowed.dtype, np.integer) or _are_whole(allowed) for allowed, _ in costs)
         most = sum(count * float(allowed.max()) for allowed, count in costs)
         least = sum(count * min(float(allowed.min()), 0.0) for allowed, count in costs)
-        terms = len(problem.node_cost) * (2 if len(problem.load) else 1) + len(problem.edge_cost)
+        terms = len(problem.node_cost) * (1 + len(load_groups(problem))) + len(problem.edge_cost)
         is_exact = is_whole and size < _LARGEST_EXACT_SUM and not len(problem.load)
         self._share = 0.0 if is_exact else _ERRORS_PER_TERM * terms * float(np.finfo(float).eps)
         self._negative = -2 * least
@@ -70,16 +70,17 @@ def in_range(problem: Problem) -> tuple[Problem, float]:
     scaled = problem._replace(
         node_cost=[divided(cost) for cost in problem.node_cost],
         edge_cost=[matrices[m] for m in matrix_of],
-        load=[divided(load) for load in problem.load],
+        load=[divided(load) for load in problem.load],  # edges add none here
     )
     return scaled, unit
 
 
 def _allowed(problem: Problem) -> Iterator[tuple[np.ndarray, int]]:
     """Yields the allowed entries of each distinct array of costs, if any, and how many terms of a choice it gives."""
-    for arrays in (problem.node_cost, problem.edge_cost, problem.load):
+    num_groups = len(load_groups(problem))
+    for arrays, per_array in ((problem.node_cost, 1), (problem.edge_cost, 1), (problem.load, num_groups)):
         distinct, which = distinct_arrays(arrays)
-        yield from _allowed_of(distinct, np.bincount(which, minlength=len(distinct)).tolist())
+        yield from _allowed_of(distinct, (per_array * np.bincount(which, minlength=len(distinct))).tolist())
 
 
 def _allowed_of(arrays: Sequence[np.ndarray], counts: Sequence[int]) -> Iterator[tuple[np.ndarray, int]]:

@@ -25,7 +25,9 @@ from cost.validation import validate
 from diffshard.base import OPTIMAL_GAP, Progress, Solution, Solver
 from diffshard.deadline import Deadline
 from diffshard.solving import solvers
+from diffshard.solving.form import has_few_pairs, is_node_form, node_form
 from diffshard.solving.loop import run_solver
+from diffshard.solving.objectives.largest_loads import split_loads
 from diffshard.solving.objectives.minimise import TANGENT_SHARE, minimise
 from diffshard.solving.objectives.objective import Affine, Objective, PricedObjective
 from diffshard.solving.presolve.base import Reduction
@@ -71,7 +73,7 @@ def solve(
         search ends as soon as the bound shows that little can be gained.
       stop_gap: the relative gap between choice and bound at which the search ends; by default only an optimum ends it.
       objective: a differentiable function of quantities of the choice that is added to the problem's cost, see
-        `diffshard.solving.objectives`. Its tangents are solved one after the other; without a time limit at most 16.
+        `diffshard.solving.objectives`. Its tangents are solved one after the other, without a time limit at most 100.
 
     Returns:
       The best choice that the solver proposed, its exact cost and the bound. It says so if the choice is not feasible,
@@ -92,11 +94,23 @@ def solve(
         reduce = functools.partial(presolve, deadline=begin_s + time_limit_s + _PRESOLVE_GRACE_S)
     check_key(key)
     key = key if isinstance(key, jax.Array) else jax.random.key(int(key or 0))
+    if not is_node_form(problem):
+        validate(problem)
+        if len(problem.edge_load) and not has_few_pairs(problem):
+            problem, objective = split_loads(problem, objective)
+    options: dict[str, Any] = {"solver": solver, "key": key, "reduce": reduce, "alike": alike, "stop_gap": stop_gap}
     if objective is not None:
-        options = {"solver": solver, "key": key, "reduce": reduce, "alike": alike, "stop_gap": stop_gap}
         return _solve_objective(problem, objective, start, Deadline(time_limit_s, begin_s), progress, options)
     if alike is not None:
         _check_alike(problem, alike)
+    if not is_node_form(problem):
+        form = node_form(problem)
+        options["alike"] = None if alike is None else form.alike(np.asarray(alike))
+        begin = None if start is None else form.choice_of(start)
+        remaining_s = Deadline(time_limit_s, begin_s).remaining_s()
+        found = solve(form.problem, time_limit_s=remaining_s, progress=progress, start=begin, **options)
+        return form.solution(found)
+    if alike is not None:
         return run_in_stages(
             problem,
             run,

@@ -21,7 +21,7 @@ from diffshard.tables.chains import SCHEDULE, Chains, Schedule, scaled
 from diffshard.tables.learned_cost import LearnedTableCost, device_sums, piece_added_s
 from diffshard.tables.strategy_arrays import strategy_arrays
 from search_spaces.embedding_tables.base import EVERY_DEVICE
-from search_spaces.embedding_tables.features import piece_features
+from search_spaces.embedding_tables.prices import piece_features
 from search_spaces.embedding_tables.space import EmbeddingTableSpace
 
 _MOST_NUMBERS = 1 << 19

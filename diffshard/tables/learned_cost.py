@@ -38,13 +38,15 @@ from search_spaces.embedding_tables.base import (
     Piece,
     TableDevices,
 )
-from search_spaces.embedding_tables.features import (
+from search_spaces.embedding_tables.prices import (
     NUM_DEVICE_FEATURES,
     NUM_PIECE_FEATURES,
+    decoded,
     device_features,
     piece_features,
+    price_of,
+    sent_columns,
 )
-from search_spaces.embedding_tables.prices import decoded, price_of, sent_columns
 
 _NETWORKS = ("lookups", "updates", "row_exchange", "gradient_exchange")
 _FORMAT, _VERSION = "diffshard learned cost of embedding tables", 1

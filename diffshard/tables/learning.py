@@ -96,5 +96,5 @@ def host_table_cost() -> LearnedTableCost:
 
     It shows what a learned cost does, and plans tests on CPUs; for other devices, `learn_table_cost` measures.
     """
-    with resources.as_file(resources.files("diffshard.embedding_tables").joinpath(_MEASURED)) as path:
+    with resources.as_file(resources.files("diffshard.tables").joinpath(_MEASURED)) as path:
         return LearnedTableCost.load(path)

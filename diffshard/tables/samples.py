@@ -10,7 +10,7 @@ import numpy as np
 
 from diffshard.tables.measurements import device_seconds, exchange_seconds
 from search_spaces.embedding_tables.base import EVERY_DEVICE, EmbeddingTable, Piece
-from search_spaces.embedding_tables.features import device_features, piece_features
+from search_spaces.embedding_tables.prices import device_features, piece_features
 
 _PARTS = 16  # of a table, for which accesses are counted
 _MOST_BYTES = 2**28

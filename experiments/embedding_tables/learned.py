@@ -34,8 +34,7 @@ from experiments.embedding_tables.baselines import beam_placed
 from experiments.embedding_tables.learned_beam import LearnedPrices
 from experiments.tables import print_table
 from search_spaces.embedding_tables.base import EVERY_DEVICE, EmbeddingTable, Piece, TableDevices
-from search_spaces.embedding_tables.features import piece_features
-from search_spaces.embedding_tables.prices import decoded
+from search_spaces.embedding_tables.prices import decoded, piece_features
 from search_spaces.embedding_tables.space import EmbeddingTableSpace
 from search_spaces.embedding_tables.strategies import TableStrategies
 

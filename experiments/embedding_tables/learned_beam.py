@@ -7,7 +7,7 @@ import numpy as np
 from diffshard.tables.learned_cost import LearnedTableCost
 from experiments.embedding_tables.baselines import Part, Placed, Prices
 from search_spaces.embedding_tables.base import EmbeddingTable, Piece, TableDevices
-from search_spaces.embedding_tables.features import piece_features
+from search_spaces.embedding_tables.prices import piece_features
 
 
 class LearnedPlaced(Placed):

@@ -17,6 +17,7 @@ from diffshard.solving.presolve.base import identity
 from diffshard.solving.presolve.pipeline import presolve
 from diffshard.solving.solve import resolve, solve, solver_names
 from diffshard.solving.solvers import gradient
+from diffshard.solving.solvers.exhaustive import MOST_CHOICES
 from experiments.fuzzing.outcomes import HELD, computing_s, error_outcome
 from experiments.fuzzing.truth import Truth
 
@@ -134,6 +135,16 @@ def random_problem(rng: np.random.Generator, numbers: str | None = None, memory_
     devices = int(rng.choice([0, 0, 0, 1, 3]))
     load = [_costs(rng, numbers, (int(size), devices), forbidden / 10) for size in sizes] if devices else ()
     problem = Problem(node_cost, np.array(pairs, np.int64).reshape(-1, 2), edge_cost, load=load)
+    if devices == 3 and rng.random() < 0.5:
+        problem = problem._replace(load_group=np.array([0, 1, 0]))
+        pairs_product = math.prod(sizes.tolist()) * math.prod(np.size(matrix) for matrix in edge_cost)
+        if rng.random() < 0.5 and pairs_product < MOST_CHOICES:  # pairs become strategies, which are enumerated
+            edge_load = [_costs(rng, numbers, (*np.shape(matrix), devices), 0.0) for matrix in edge_cost]
+            problem = problem._replace(edge_load=edge_load)
+    if rng.random() < 0.2:
+        amount = [_costs(rng, numbers, (int(size), 2), 0.0) for size in sizes]
+        limit = np.sum([np.asarray(rows, float).mean(axis=0) for rows in amount], axis=0)
+        problem = problem._replace(amount=amount, amount_limit=limit)
     return _with_memory(rng, problem, sizes) if rng.random() < memory_share else problem
 
 

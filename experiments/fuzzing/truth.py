@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from cost.base import Problem, is_forbidden, num_devices, num_memory_devices, num_strategies
+from cost.base import Problem, is_forbidden, load_groups, num_memory_devices, num_strategies
 
 _UNIT = 1 << 1074
 
@@ -22,8 +22,12 @@ class Truth:
         self._nodes = [_exact(cost) for cost in problem.node_cost]
         pairs = np.asarray(problem.edge_nodes).reshape(-1, 2).tolist()
         self._edges = [(u, v, _exact(cost)) for (u, v), cost in zip(pairs, problem.edge_cost, strict=True)]
-        self._loads = [_exact(load) for load in problem.load]
-        self._num_devices = num_devices(problem)
+        self._loads, self._edge_loads = ([_exact(table) for table in t] for t in (problem.load, problem.edge_load))
+        self._groups = [group.tolist() for group in load_groups(problem)]
+        self._amounts, self._edge_amounts = (
+            [_amounts(np.asarray(table)) for table in t] for t in (problem.amount, problem.edge_amount)
+        )
+        self._amount_limits = [_whole(limit) for limit in problem.amount_limit.tolist()]
         self._num_memory_devices = num_memory_devices(problem)
         self._usages = [
             (v, tuple(interval), _amounts(np.asarray(usage).reshape(len(usage), -1)))
@@ -41,12 +45,20 @@ class Truth:
         """Returns the exact cost of a choice, None where it is not feasible."""
         terms = [cost[s] for cost, s in zip(self._nodes, choice, strict=True)]
         terms += [cost[choice[u]][choice[v]] for u, v, cost in self._edges]
-        loads = [load[s] for load, s in zip(self._loads, choice, strict=True)] if self._loads else []
-        if any(term is None for term in terms) or any(part is None for row in loads for part in row):
+        loads = self._sums(self._loads, self._edge_loads, choice)
+        if any(term is None for term in terms) or any(load is None for load in loads):
             return None
-        columns = [[row[d] for row in loads] for d in range(self._num_devices)]
-        total = sum(terms) + max(map(sum, columns), default=0)
+        amounts = self._sums(self._amounts, self._edge_amounts, choice)
+        if any(amount > limit for amount, limit in zip(amounts, self._amount_limits, strict=True)):
+            return None
+        total = sum(terms) + sum(max(loads[r] for r in group) for group in self._groups)
         return Fraction(total, _UNIT) if self._fits(choice) else None
+
+    def _sums(self, of_nodes: list, of_edges: list, choice: tuple[int, ...]) -> list:
+        """Returns each load or amount, None where a part of it is forbidden."""
+        rows = [table[s] for table, s in zip(of_nodes, choice, strict=True)] if of_nodes else []
+        rows += [table[choice[u]][choice[v]] for (u, v, _), table in zip(self._edges, of_edges, strict=False)]
+        return [None if None in column else sum(column) for column in zip(*rows, strict=True)]
 
     def least_cost(self) -> Fraction | None:
         """Returns the exact cost of the best choice, None where none is feasible."""
@@ -66,8 +78,8 @@ class Truth:
 
 
 def _amounts(numbers: np.ndarray) -> list:
-    """Returns amounts `[S_v, D]` as nested lists of whole numbers of 2^-1074."""
-    return [[_whole(number) for number in row] for row in numbers.tolist()]
+    """Returns amounts as nested lists of whole numbers of 2^-1074."""
+    return np.array([_whole(number) for number in numbers.ravel().tolist()], object).reshape(numbers.shape).tolist()
 
 
 def _exact(numbers: np.ndarray) -> list:

@@ -1,8 +1,8 @@
 """Which device holds which part of each embedding table.
 
 Each table is a node; where its pieces are is a strategy. What a step takes is the largest sum of two devices' times,
-J = max_d F_d + max_e R_e = max_{d, e} (F_d + R_e) (see `cost/embedding_tables.py`). So the problem has a load for each
-*pair* of devices, and its largest load is J. Memory has a limit for each device.
+J = max_d F_d + max_e R_e (see `cost/embedding_tables.py`). So the problem has two groups of loads, each with a load for
+each device. Memory has a limit for each device.
 
 Letters for sizes: T tables, S_t strategies of table t, D devices.
 """
@@ -18,11 +18,13 @@ from cost.evaluation import checked_choice
 from search_spaces.base import Part
 from search_spaces.embedding_tables.base import DecodedTables, EmbeddingTable, TableDevices
 from search_spaces.embedding_tables.device_arrays import DeviceArrays, device_arrays
-from search_spaces.embedding_tables.price_tables import strategy_prices
 from search_spaces.embedding_tables.prices import Price, decoded
-from search_spaces.embedding_tables.strategies import StrategyKind, TableStrategies, strategies_of
-from search_spaces.embedding_tables.tiers import (
+from search_spaces.embedding_tables.strategies import (
     LEAST_HOST_SHARE,
+    StrategyKind,
+    TableStrategies,
+    strategies_of,
+    strategy_prices,
     whole_on_host,
     with_copied_hot_rows,
     with_host_memory,
@@ -73,13 +75,12 @@ class EmbeddingTableSpace:
 
     @cached_property
     def problem(self) -> Problem:
-        """A node for each table, a load for each pair of devices, a usage `[S_t, D]` for the bytes of each table.
+        """A node for each table, two loads for each device, a usage `[S_t, D]` for the bytes of each table.
 
         With memory of the hosts the usages are `[S_t, 2 D]`: all devices, then their hosts. Arrays are as long on each
         device as on the fullest one, so that the smallest limit is that of all devices; `arrays` has the padding.
         """
         limits = np.repeat(self.arrays.limit_bytes, self.devices.num_devices)
-        sums = (price.forward_s[:, :, None] + price.rest_s[:, None, :] for price in self.prices)
         return Problem(
             node_cost=[np.zeros(len(strategies)) for strategies in self.strategies],
             edge_nodes=np.zeros((0, 2), np.int64),
@@ -88,7 +89,8 @@ class EmbeddingTableSpace:
             usage=[self._usage(price) for price in self.prices],
             usage_interval=np.tile([0, 1], (len(self.tables), 1)),
             memory_limit=limits,
-            load=[pairs.reshape(len(pairs), -1) for pairs in sums],
+            load=[np.concatenate([price.forward_s, price.rest_s], axis=1) for price in self.prices],
+            load_group=np.repeat([0, 1], self.devices.num_devices),
         )
 
     def _kinds_of(self, table: EmbeddingTable, index: int) -> list[StrategyKind]:

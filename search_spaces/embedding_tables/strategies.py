@@ -3,22 +3,31 @@
 Columns are split in halves, and halves again, as long as the width stays a multiple of 4; the pieces are of equal
 width, or a half and two quarters. Rows are split into equal parts. The pieces of a table are on different devices.
 
-A table has hundreds of strategies but about a dozen kinds of them: those of a kind differ only in the devices. Kinds
-are made and priced; the pieces of a strategy are made when they are asked for.
+Tiers: hot rows, the first ones, may be apart from the others, and rows in memory of the hosts. Few rows have most of
+the lookups. Copies of these on all devices divide their lookups evenly. In memory of the devices, with the others in
+memory of the hosts, they let tables fit that are larger than all devices. Each tier is made of ordinary pieces, so that
+prices, programs and checks know nothing of tiers.
 
-Letters for sizes: G groups of devices, n devices of a group.
+A table has hundreds of strategies but about a dozen kinds of them: those of a kind differ only in the devices. Kinds
+are made and priced once; the pieces of a strategy are made when they are asked for.
+
+Letters for sizes: S strategies, D devices, K kinds, H different hardware, G groups of devices, n devices of a group.
+
+Source: tiers by the distribution of accesses: Sethi et al., "RecShard" (ASPLOS 2022); copies of hot rows: Sethi et al.,
+"FlexShard" (2023).
 """
 
+import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, overload
 
 import numpy as np
 
-from search_spaces.embedding_tables.base import EVERY_DEVICE, EmbeddingTable, Piece
-from search_spaces.embedding_tables.prices import piece_bytes
+from search_spaces.embedding_tables.base import DEVICE, EVERY_DEVICE, HOST, EmbeddingTable, Piece, TableDevices
+from search_spaces.embedding_tables.prices import Price, piece_bytes, prices_of
 
 WIDTH_MULTIPLE = 4
 """Columns of a piece that was split are a multiple of this, so that vector loads stay aligned."""
@@ -176,3 +185,124 @@ def _groups(num_devices: int, count: int) -> np.ndarray:
         for start in range(num_devices)
     }
     return np.array(sorted(group for group in spread if len(group) == count))
+
+
+LOOKUP_SHARES = (0.5, 0.75, 0.9, 0.97)
+"""Shares of all lookups that go to the hot rows of a strategy, as nearly as the counts tell; chosen by hand."""
+LEAST_HOST_SHARE = 1 / 64
+"""Share of a device's part of all tables' bytes from which on a table may be divided between devices and hosts; smaller
+ones are whole on a device or on a host. Chosen by hand."""
+
+
+def even_bases(table: EmbeddingTable, index: int, num_devices: int) -> list[StrategyKind]:
+    """Returns the kinds in which some of the rows may be: whole, columns on neighbours, or rows on all devices."""
+
+    def even(kind: StrategyKind) -> StrategyKind:
+        first, size = kind.groups[:, :1], len(kind.pieces)
+        are_even = (kind.groups == first + np.arange(size)).all(1) & (first[:, 0] % size == 0)
+        if kind.pieces[0].rows < table.rows:
+            are_even &= size == num_devices
+        return kind._replace(groups=kind.groups[are_even & (len({piece.columns for piece in kind.pieces}) == 1)])
+
+    kinds = map(even, strategies_of(table, index, num_devices, can_replicate=False))
+    return [kind for kind in kinds if len(kind.groups)]
+
+
+def hot_counts(table: EmbeddingTable) -> list[int]:
+    """Returns numbers of hot rows: the first rows of a table that are looked up more often than others."""
+    if table.access is None:
+        return []
+    total, sum_, counts = sum(table.access), 0.0, []
+    for part, count in enumerate(table.access[:-1]):
+        sum_ += count
+        wanted = LOOKUP_SHARES[len(counts) :]
+        rows = table.rows * (part + 1) // len(table.access)
+        if wanted and sum_ >= wanted[0] * total and sum_ > 1.05 * total * rows / table.rows and rows:
+            counts += [rows] * sum(sum_ >= share * total for share in wanted)
+    return sorted(set(counts))
+
+
+def with_copied_hot_rows(
+    table: EmbeddingTable, index: int, num_devices: int, most_bytes: float
+) -> Iterator[StrategyKind]:
+    """Yields kinds of strategies with a copy of the hot rows on every device.
+
+    Args:
+      table: the table.
+      index: its index, for the pieces.
+      num_devices: the number of devices.
+      most_bytes: of the hot rows.
+    """
+    for hot in _copied_counts(table, num_devices, most_bytes):
+        for base in even_bases(table, index, num_devices):
+            pieces = (_copy(table, index, hot), *_of_rows(base, table, hot, table.rows, DEVICE))
+            yield StrategyKind(f"{hot} rows copied, others {base.name}", pieces, base.groups)
+
+
+def whole_on_host(table: EmbeddingTable, index: int, num_devices: int) -> StrategyKind:
+    """Returns the kind in which all rows are in memory of one host; arguments are those of `with_copied_hot_rows`."""
+    whole = Piece(index, 0, 0, table.rows, 0, table.dimension, HOST)
+    return StrategyKind("whole on {}, all rows on hosts", (whole,), np.arange(num_devices)[:, None])
+
+
+def with_host_memory(table: EmbeddingTable, index: int, num_devices: int, most_bytes: float) -> Iterator[StrategyKind]:
+    """Yields kinds of strategies with rows in memory of the hosts: all rows, or those that are not hot.
+
+    Of a table without counts of accesses it is half of the rows, as any half is as good as the other. Arguments are
+    those of `with_copied_hot_rows`.
+    """
+    bases = even_bases(table, index, num_devices)
+    copied = _copied_counts(table, num_devices, most_bytes)
+    counts = sorted({0, *(hot_counts(table) or [table.rows // 2])})
+    for hot, base in itertools.product(counts, bases):
+        cold = _of_rows(base, table, hot, table.rows, HOST)
+        name = f"{hot} rows on devices, others on hosts" if hot else "all rows on hosts"
+        pieces = (*_of_rows(base, table, 0, hot, DEVICE), *cold)
+        yield StrategyKind(f"{base.name}, {name}", pieces, base.groups)
+        if hot in copied:
+            pieces = (_copy(table, index, hot), *cold)
+            yield StrategyKind(f"{base.name}, {hot} rows copied, others on hosts", pieces, base.groups)
+
+
+def _copied_counts(table: EmbeddingTable, num_devices: int, most_bytes: float) -> list[int]:
+    fitting = [hot for hot in hot_counts(table) if hot * table.dimension * table.itemsize <= most_bytes]
+    return fitting if num_devices > 1 else []
+
+
+def _copy(table: EmbeddingTable, index: int, hot: int) -> Piece:
+    return Piece(index, EVERY_DEVICE, 0, hot, 0, table.dimension)
+
+
+def _of_rows(base: StrategyKind, table: EmbeddingTable, start: int, end: int, memory: str) -> list[Piece]:
+    """Returns pieces of the rows from `start` to `end`, divided as a kind divides those of the whole table."""
+
+    def moved(row: int) -> int:
+        return start + row * (end - start) // table.rows
+
+    pieces = [p._replace(row_start=moved(p.row_start), row_end=moved(p.row_end), memory=memory) for p in base.pieces]
+    return [piece for piece in pieces if piece.rows]
+
+
+def strategy_prices(table: EmbeddingTable, kinds: Sequence[StrategyKind], devices: TableDevices) -> Price:
+    """Computes what each strategy of a table costs each device, a price of arrays `[S, D]`."""
+    all_hardware = list(dict.fromkeys(devices.hardware))
+    hardware_of = np.array([all_hardware.index(hardware) for hardware in devices.hardware])
+    pieces = [kind.pieces for kind in kinds]
+    alike = [dataclasses.replace(devices, hardware=(h,) * devices.num_devices) for h in all_hardware]
+    by_hardware = [prices_of(table, pieces, one) for one in alike]
+    return Price(
+        *(
+            np.concatenate([_spread(prices[:, k], kind.groups, hardware_of) for k, kind in enumerate(kinds)])
+            for prices in map(np.stack, zip(*by_hardware, strict=True))
+        )
+    )
+
+
+def _spread(prices: np.ndarray, groups: np.ndarray, hardware_of: np.ndarray) -> np.ndarray:
+    """Returns what each device pays, `[G, D]`, from what each index of a group pays, `[H, D]`.
+
+    A device that is in no group pays what the last index does; where groups have all devices, there is none.
+    """
+    spread = np.repeat(prices[hardware_of, -1][None], len(groups), axis=0)
+    np.put_along_axis(spread, groups, prices[hardware_of[groups], np.arange(groups.shape[1])], axis=1)
+    return spread

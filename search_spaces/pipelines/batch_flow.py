@@ -22,16 +22,18 @@ from search_spaces.pipelines.batch_states import (
     DivisionError,
     Split,
     State,
+    counted_operands,
     factor_strategy,
     inner_size,
+    is_linear,
+    make_where_read,
     named,
     spec_of,
     splits_groups,
     strategy_of,
     whole_strategy,
 )
-from search_spaces.pipelines.linear_operations import counted_operands, is_linear
-from search_spaces.pipelines.where_read import make_where_read
+from search_spaces.pipelines.forward_backward import is_transposed
 from search_spaces.replay import REMAT
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.given import rank_of
@@ -41,7 +43,12 @@ from search_spaces.sources import user_source
 
 
 def batch_flow(
-    graph: Graph, rules: Sequence[Rule | None], batch_inputs: Iterable[int], num_microbatches: int
+    graph: Graph,
+    rules: Sequence[Rule | None],
+    batch_inputs: Iterable[int],
+    num_microbatches: int,
+    *,
+    estimates_sums: bool = False,
 ) -> BatchFlow:
     """Follows a batch through a graph.
 
@@ -50,11 +57,12 @@ def batch_flow(
       rules: for each vertex its rule or None.
       batch_inputs: the flat arguments whose leading dimension is the batch.
       num_microbatches: how many parts the batch is divided into.
+      estimates_sums: whether gradients of examples may read sums over the batch as their micro-batch estimates them.
 
     Raises:
       DivisionError: an operation needs the whole batch before other operations on its parts; names it.
     """
-    tracer = _Tracer(graph, rules, num_microbatches)
+    tracer = _Tracer(graph, rules, num_microbatches, estimates_sums)
     for i in batch_inputs:
         tracer.put(graph.inputs[i].results[0], Split(0))
         tracer.early_sources[graph.inputs[i].results[0].id] = frozenset()
@@ -66,8 +74,9 @@ def batch_flow(
 
 
 class _Tracer:
-    def __init__(self, graph: Graph, rules: Sequence[Rule | None], num_microbatches: int):
+    def __init__(self, graph: Graph, rules: Sequence[Rule | None], num_microbatches: int, estimates_sums: bool):
         self.graph, self.rules, self.axis_sizes = graph, rules, (num_microbatches,)
+        self.estimates_sums = estimates_sums
         self.early_sources: dict[int, frozenset[int]] = {}  # of split values that are cheap: what leads to them
         self.flow = BatchFlow(["whole"] * len(graph.values), [whole_strategy(v) for v in graph.vertices])
 
@@ -94,7 +103,8 @@ class _Tracer:
         if any(state in ("sum", "max", "min") for state in states) and not is_split:
             self._operation_on_partial(vertex, states, is_inside=is_inside)
         elif is_split:
-            if self.is_later(vertex.operands) or not all(isinstance(s, Split) or s == "whole" for s in states):
+            needs_sums = self.is_later(vertex.operands) or not all(isinstance(s, Split) or s == "whole" for s in states)
+            if needs_sums and not (is_gradient(vertex) and not is_inside and self._estimate(vertex)):
                 raise DivisionError(
                     f"{named(vertex)} needs a result of the whole batch before the rest of each example is known, as "
                     "batch normalisation does."
@@ -106,6 +116,26 @@ class _Tracer:
             self.put_all(vertex, "whole")
             if self.is_later(vertex.operands):
                 self.flow.later.update(v.id for v in vertex.results)
+
+    def _estimate(self, vertex: Vertex) -> bool:
+        """Lets an operation of micro-batches read estimates of sums; returns whether that is possible."""
+        if not self.estimates_sums:
+            return False
+        waiting = [vertex]
+        while waiting:
+            reader = waiting.pop()
+            for position, operand in enumerate(reader.operands):
+                if not isinstance(operand, Value):
+                    continue
+                if self.state(operand) in ("sum", "max", "min"):
+                    self.flow.estimates.setdefault(reader.index, set()).add(position)
+                elif operand.id in self.flow.later and operand.vertex not in self.flow.estimated:
+                    maker = self.graph.vertices[operand.vertex]
+                    if maker.kind != "operation":
+                        return False  # of a loop, which micro-batches do not run
+                    self.flow.estimated.add(maker.index)
+                    waiting.append(maker)
+        return True
 
     def _finish_early(self, vertex: Vertex) -> None:
         """Lets sums over the batch itself run before all micro-batches, so that these may read them.
@@ -261,6 +291,11 @@ class _Tracer:
                 for operand, spec in zip(join.operands, specs, strict=True)
             ):
                 raise DivisionError(f"A cond ({join.user_source}) returns examples in some branch only.")
+
+
+def is_gradient(vertex: Vertex) -> bool:
+    """Tells whether an operation belongs to a backward pass."""
+    return vertex.equation is not None and is_transposed(vertex.equation)
 
 
 def _joined(states: Sequence[State], where: str) -> State:

@@ -1,16 +1,24 @@
-"""The states of values among micro-batches, and the strategies that split them; see `batch_flow`."""
+"""The states of values among micro-batches, and the strategies that split them; see `batch_flow`.
+
+Linear operations take parts of sums to parts of sums. A value that is whole but read only in parts is computed in
+parts.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
 
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import ReshardStep, Rule, ShardingStrategy
 from search_spaces.sharding.given import rank_of
-from search_spaces.sharding.graph import Value, Vertex
+from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.local_operations import combiner
 from search_spaces.sharding.opaque.operations import name_of
+from search_spaces.sharding.whole_operations import runs_whole
 
 
 class Split(NamedTuple):
@@ -106,6 +114,10 @@ class BatchFlow:
       runs: of an operation, by index, the run of its first array that is split; of other vertices that of all.
       operand_runs: the run of each split operand, by the index of its vertex and its position.
       later: the ids of values that depend on finished sums.
+      estimated: the indices of operations on finished sums that run in each micro-batch as well, on its estimates of
+        these sums, because gradients of its examples read what they make.
+      estimates: of an operation of micro-batches, by index, the positions of operands that are sums of the whole batch,
+        for which it reads estimates: the micro-batch's own sum times the number of micro-batches.
       early: the indices of operations that run on the whole batch before all micro-batches: sums of the batch itself,
         such as the number of words that a mask keeps, and what leads to them.
     """
@@ -117,6 +129,8 @@ class BatchFlow:
     operand_runs: dict[tuple[int, int], int] = field(default_factory=dict)
     later: set[int] = field(default_factory=set)
     early: set[int] = field(default_factory=set)
+    estimated: set[int] = field(default_factory=set)
+    estimates: dict[int, set[int]] = field(default_factory=dict)
 
     def run_in_parts(self, vertex: Vertex, rule: Rule, strategy: ShardingStrategy, run: int) -> None:
         """Runs an operation with a strategy that splits a factor of which each example has `run` neighbours."""
@@ -150,3 +164,132 @@ def combine_of(vertex: Vertex) -> Partial:
 def named(vertex: Vertex) -> str:
     """Returns the name and the source of an operation, for errors."""
     return f"{name_of(vertex)} ({vertex.user_source})"
+
+
+# fmt: off
+# Operations that are linear in what the names say; with whole others they take parts of sums to parts of sums.
+_LINEAR_IN_ALL = frozenset(
+    ("add", "add_any", "sub", "concatenate", "stack", "neg", "convert_element_type", "copy", "copy_p", "reshape",
+     "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "reduce_sum", "rev", "slice", "optimization_barrier",
+     "split", "unstack")
+)
+# fmt: on
+_LINEAR_IN_ONE = frozenset({"mul", "dot_general"})
+_LINEAR_IN_FIRST = frozenset({"div", "dynamic_slice", "gather", "cumsum"})
+_LINEAR_IN_CASES = frozenset({"select_n"})
+_LINEAR_IN_FIRST_TWO = frozenset({"dynamic_update_slice", "pad"})
+
+
+def is_linear(vertex: Vertex, states: Sequence[State]) -> bool:
+    """Tells whether an operation is linear in the operands that are parts of sums."""
+    name, partial = vertex.primitive, [i for i, state in enumerate(states) if state != "whole"]
+    if not _has_linear_numbers(vertex, partial):
+        return False
+    if name in _LINEAR_IN_ALL:
+        return True
+    if name in _LINEAR_IN_ONE:
+        return len(partial) == 1
+    if name in _LINEAR_IN_FIRST:
+        return partial == [0]
+    if name in _LINEAR_IN_CASES:
+        return 0 not in partial
+    return name in _LINEAR_IN_FIRST_TWO and set(partial) <= {0, 1}
+
+
+def counted_operands(vertex: Vertex, states: Sequence[State]) -> set[int]:
+    """Returns the operands of a linear operation that are added to parts of sums, so that one micro-batch counts them.
+
+    A factor counts in all micro-batches, and so do conditions and positions.
+    """
+    if vertex.primitive in _LINEAR_IN_ONE | _LINEAR_IN_FIRST:
+        return set()
+    counted = {i for i, state in enumerate(states) if state == "whole"}
+    if vertex.primitive in _LINEAR_IN_CASES:
+        return counted - {0}
+    return counted & {0, 1} if vertex.primitive in _LINEAR_IN_FIRST_TWO else counted
+
+
+def _has_linear_numbers(vertex: Vertex, partial: Sequence[int]) -> bool:
+    """Tells whether types and parameters leave an operation linear: nothing is rounded to integers or out of range.
+
+    A gather that fills what is out of bounds would add its fill once for each micro-batch.
+    """
+    name, equation = vertex.primitive, vertex.equation
+    assert equation is not None
+    types = [jnp.dtype(equation.invars[i].aval.dtype) for i in partial]  # pyright: ignore[reportAttributeAccessIssue]
+    if any(dtype == jnp.bool for dtype in types):
+        return False
+    if name == "convert_element_type":
+        return _keeps_sums(types[0], jnp.dtype(equation.params["new_dtype"]))
+    if name == "div":
+        return jnp.issubdtype(types[0], jnp.inexact)
+    if name == "gather":
+        fill = equation.params["fill_value"]
+        is_zero_or_nan = jnp.issubdtype(types[0], jnp.inexact) if fill is None else fill == 0 or fill != fill
+        return equation.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP or is_zero_or_nan
+    return True
+
+
+def _keeps_sums(source: Any, target: Any) -> bool:
+    """Tells whether converting the parts of a sum is, but for rounding, converting the sum."""
+    if target == jnp.bool:
+        return False
+    if jnp.issubdtype(source, jnp.integer):
+        if jnp.issubdtype(target, jnp.integer):
+            return jnp.iinfo(target).max >= jnp.iinfo(source).max and jnp.iinfo(target).min <= jnp.iinfo(source).min
+        return not jnp.issubdtype(target, jnp.floating) or float(jnp.finfo(target).max) >= jnp.iinfo(source).max
+    if not jnp.issubdtype(target, jnp.inexact):
+        return False
+    return bool(jnp.finfo(target).nexp >= jnp.finfo(source).nexp)  # bfloat16 has the range of float32
+
+
+def make_where_read(graph: Graph, rules: Sequence[Rule | None], flow: BatchFlow, num_microbatches: int) -> None:
+    """Makes in parts what is whole, but only read in parts: broadcasts, random bits and what is computed of them.
+
+    So nothing of the size of a batch exists outside of the micro-batches but the batch.
+    """
+    consumers, outputs = graph.consumers(), {o.id for o in graph.outputs if isinstance(o, Value)}
+    for vertex in reversed(graph.vertices):
+        rule, is_border = rules[vertex.index], vertex.kind in ("slice", "stack")
+        if not (is_border or (vertex.kind == "operation" and rule is not None)) or len(vertex.results) != 1:
+            continue
+        (value,) = vertex.results
+        if flow.states[value.id] != "whole" or value.id in outputs or value.id in flow.later:
+            continue
+        wanted = {
+            (flow.strategies[reader.index].operands[i], flow.operand_runs.get((reader.index, i), 1))
+            for reader, i in consumers[value.id]
+        }
+        spec, run = min(wanted, default=((), 1))
+        if len(wanted) != 1 or not any(spec):
+            continue
+        if is_border:
+            _cross_in_parts(vertex, spec, run, flow)
+            continue
+        if rule is None or not rule.results[0][spec.index((0,))]:
+            continue
+        dims = rule.results[0][spec.index((0,))]
+        strategy = factor_strategy(vertex, rule, dims[0], num_microbatches)
+        if strategy is None or strategy.results[0] != spec or any(strategy.reductions) or run % inner_size(rule, dims):
+            continue
+        if not runs_whole(vertex, strategy, (num_microbatches,)) and not splits_groups(vertex, strategy):
+            flow.run_in_parts(vertex, rule, strategy, run // inner_size(rule, dims))
+
+
+def _cross_in_parts(vertex: Vertex, spec: IndexedSpec, run: int, flow: BatchFlow) -> None:
+    """Lets only parts into a scan slice by slice, or out of it as a stack, such as masks for its backward pass.
+
+    Args:
+      vertex: a slice or a stack.
+      spec: how its result is read.
+      run: how many neighbouring elements each example has along the dimension that is split.
+      flow: of the batch.
+    """
+    dim, (operand,) = spec.index((0,)), vertex.operands
+    outer = dim + 1 if vertex.kind == "slice" else dim - 1
+    if outer < 0 or not isinstance(operand, Value):
+        return
+    state = Split(outer, run)
+    flow.strategies[vertex.index] = strategy_of([spec_of(state, len(operand.shape))], [spec])
+    flow.states[vertex.results[0].id] = Split(dim, run)
+    flow.operand_runs[vertex.index, 0] = run

@@ -71,7 +71,7 @@ class MicrobatchedFunction:
 
     def run_each(self, env: Environment, number: Any) -> None:
         """Runs a micro-batch; the environment has its part of the batch."""
-        self._interpreter(number).run(env, self.order.each)
+        self._interpreter(number, is_each=True).run(env, self.order.each)
 
     def run_after(self, env: Environment) -> None:
         """Runs what comes after all micro-batches; the environment has what these made together."""
@@ -121,13 +121,14 @@ class MicrobatchedFunction:
         parts = array.reshape(groups, in_part, self.num_microbatches // groups, *array.shape[1:])
         return jnp.moveaxis(parts, 2, 1).reshape(self.num_microbatches, in_part, *array.shape[1:])
 
-    def _interpreter(self, position: Any) -> "_Interpreter":
+    def _interpreter(self, position: Any, *, is_each: bool = False) -> "_Interpreter":
         blocks = MicrobatchBlocks(("microbatch",), (self.num_microbatches,), position, self.num_groups)
-        return _Interpreter(self.graph, self.layout, _Parts(self.layout, self.flow, blocks))
+        return _Interpreter(self.graph, self.layout, _Parts(self.layout, self.flow, blocks, is_each=is_each))
 
     def values_read_afterwards(self) -> list[Value]:
         """Returns the values of micro-batches that results are, or that run-once steps read."""
         made = {value.id for step in self.order.each for value in values_of(step)}
+        made -= {value.id for step in self.order.after for value in values_of(step)}  # estimates stay inside
         operands = [*self.graph.outputs, *(o for step in self.order.after for o in operands_of(step))]
         read = {o.id: o for o in operands if isinstance(o, Value) and o.id in made}
         return list(read.values())
@@ -175,8 +176,8 @@ class MicrobatchBlocks(Blocks):
 class _Parts:
     """`interpreter.Arrays`: parts of arrays that belong to one micro-batch."""
 
-    def __init__(self, layout: Layout, flow: BatchFlow, blocks: MicrobatchBlocks):
-        self.layout, self.flow, self.blocks = layout, flow, blocks
+    def __init__(self, layout: Layout, flow: BatchFlow, blocks: MicrobatchBlocks, *, is_each: bool):
+        self.layout, self.flow, self.blocks, self.is_each = layout, flow, blocks, is_each
 
     def part(self, array: Any, spec: IndexedSpec, run: int) -> Any:
         """Returns the part of a whole array that belongs to the micro-batch."""
@@ -218,6 +219,10 @@ class _Parts:
         operands = [self.read_part(vertex, i, array) for i, array in enumerate(read_operands)]
         for i in self.flow.masked.get(vertex.index, ()):
             operands[i] = self.counted_once(operands[i])
+        for i in self.flow.estimates.get(vertex.index, ()) if self.is_each else ():
+            operand = vertex.operands[i]
+            if isinstance(operand, Value) and self.flow.states[operand.id] == "sum":
+                operands[i] = operands[i] * jnp.asarray(self.blocks.axis_sizes[0], jnp.result_type(operands[i]))
         if strategy.parts > 1:
             return run_local(LocalCall(vertex, strategy, self.blocks, self.flow.runs[vertex.index]), operands)
         assert vertex.equation is not None

@@ -5,17 +5,22 @@ and from what the stage has anyway, such as its parameters. Every operation of t
 run again. A scan over layers whose stacked results only one scan of the backward program reads is opened: its trips may
 run again one by one, each from the carries with which it began. These are kept, or the whole scan runs again to make
 them. What is best to keep for a price of memory is a minimum cut (`rematerialisation.minimum_cuts`).
+
+A residual may also be offloaded: it leaves the forward program in pinned memory of the host and is read back from there
+by the backward program, so that devices have it only while one of the two runs.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from search_spaces.pipelines.forward_backward import num_bytes
-from search_spaces.pipelines.stage_keys import Label
+from search_spaces.pipelines.stage_keys import Key, Label
 from search_spaces.pipelines.stage_programs import StagedStep
 from search_spaces.rematerialisation.minimum_cuts import Choices
 from search_spaces.replay import scan_operands
@@ -192,3 +197,34 @@ class StageResiduals(Choices):
         for (index, reader), results in sorted(found.items(), key=lambda item: -len(item[1])):
             opened.setdefault(index, OpenedScan(reader, results))
         return opened
+
+
+def residuals_of(staged: StagedStep, stage: int) -> list[Key]:
+    """Returns the keys of what the backward program of a micro-batch reads that its forward program made, in order."""
+    forward, backward = (staged.programs.get(Label(kind, stage)) for kind in ("forward", "backward"))
+    if forward is None or backward is None:
+        return []
+    made = {*forward.makes}
+    return [key for key in backward.reads if key in made]
+
+
+def can_be_offloaded(staged: StagedStep, key: Key) -> bool:
+    """Tells whether an array may wait in the memory of the host: numbers of at least one dimension, no random keys."""
+    aval = staged.avals[key]
+    return bool(aval.shape) and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+
+
+def with_offloaded(staged: StagedStep, keys: Iterable[Key]) -> StagedStep:
+    """Returns a step whose residuals with these keys are offloaded, and no others.
+
+    Raises:
+      ValueError: a key is no residual of any stage, or a single number or a random key.
+    """
+    offloaded = frozenset(keys)
+    residuals = {key for stage in range(staged.num_stages) for key in residuals_of(staged, stage)}
+    for key in offloaded:
+        if key not in residuals:
+            raise ValueError(f"`keys` has {key}, which no backward program reads from its forward program.")
+        if not can_be_offloaded(staged, key):
+            raise ValueError(f"`keys` has {key}, but {staged.avals[key]} cannot be offloaded: it has no dimension.")
+    return replace(staged, offloaded=offloaded)

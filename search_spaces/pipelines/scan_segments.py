@@ -2,13 +2,14 @@
 
 With a scan are divided the scan of its backward pass, the stacked weights, their gradients and an optimiser's moments.
 So each argument with a dimension over the layers becomes several arguments, one for each segment of the layers, and
-each such result several results. What needs all layers at once reads its parts put together again.
+each such result several results (`ArraySegments`). What needs all layers at once reads its parts put together again.
 """
 
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -16,12 +17,80 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from search_spaces.pipelines.array_segments import ArraySegments, Segments
 from search_spaces.pipelines.layer_flow import COMBINATIONS, LayerFlow, layer_flow, part_parameters
 from search_spaces.pipelines.numbered_program import in_segment, mark_of, shape_of
 from search_spaces.replay import bind, context_of, scan_operands
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.shardy import operation_rules
+
+
+class ArraySegments(NamedTuple):
+    """How an array is divided by layers.
+
+    Attributes:
+      dim: its dimension over the layers.
+      bounds: `[N + 1]` where the segments begin, then the number of layers.
+    """
+
+    dim: int
+    bounds: tuple[int, ...]
+
+    @property
+    def num_segments(self) -> int:
+        """The number of segments, N."""
+        return len(self.bounds) - 1
+
+    def split(self, array: Any) -> list[Any]:
+        """Returns the segments of an array."""
+        index = (slice(None),) * self.dim
+        return [array[(*index, slice(a, b))] for a, b in itertools.pairwise(self.bounds)]
+
+    def split_shape(self, shape: jax.ShapeDtypeStruct) -> list[jax.ShapeDtypeStruct]:
+        """Returns the shapes of the segments of an array."""
+        before, after = shape.shape[: self.dim], shape.shape[self.dim + 1 :]
+        return [
+            jax.ShapeDtypeStruct((*before, b - a, *after), shape.dtype, weak_type=shape.weak_type)
+            for a, b in itertools.pairwise(self.bounds)
+        ]
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Which flat arguments and results of a step are several arrays, one for each segment of some layers.
+
+    Attributes:
+      arguments: for each flat argument of the whole step how it is divided; None if it stays one array.
+      results: the same of each flat result.
+    """
+
+    arguments: tuple[ArraySegments | None, ...]
+    results: tuple[ArraySegments | None, ...]
+
+    def positions(self) -> list[int]:
+        """Returns for each flat argument of the whole step the position of its first array in the divided one."""
+        counts = [1 if s is None else s.num_segments for s in self.arguments]
+        return list(itertools.accumulate(counts, initial=0))[:-1]
+
+    def split_shapes(self, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """Returns the shapes of the arguments of the divided step from the arguments of the whole one."""
+        divided: list[jax.ShapeDtypeStruct] = []
+        for array, segments in zip(arrays, self.arguments, strict=True):
+            divided += [shape_of(array)] if segments is None else segments.split_shape(shape_of(array))
+        return divided
+
+    def grouped_results(self, arrays: Sequence[Any]) -> Iterator[tuple[ArraySegments | None, list[Any]]]:
+        """Yields for each flat result of the whole step how it is divided, and its arrays."""
+        rest = iter(arrays)
+        for segments in self.results:
+            yield segments, list(itertools.islice(rest, 1 if segments is None else segments.num_segments))
+
+    def divided_feedback(self, feedback: Sequence[int | None]) -> list[int | None]:
+        """Returns for each result of the divided step the argument that it replaces, from those of the whole one."""
+        positions, divided = self.positions(), []
+        for replaced, segments in zip(feedback, self.results, strict=True):
+            count = 1 if segments is None else segments.num_segments
+            divided += [None if replaced is None else positions[replaced] + i for i in range(count)]
+        return divided
 
 
 class SegmentedProgram(NamedTuple):

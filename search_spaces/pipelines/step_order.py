@@ -28,7 +28,8 @@ def step_order(graph: Graph, flow: BatchFlow) -> StepOrder:
     """Divides the steps of a function by how often they run.
 
     A step runs where what it reads is there: once where that is whole, in each micro-batch where it is split or made
-    there, and after all of them where it needs their sums. What leads to early sums runs once and in each, too.
+    there, and after all of them where it needs their sums. What leads to early sums runs once and in each, too, and so
+    does what makes estimates of sums.
     """
     before, each, after = [], [], []
     of_each: set[int] = set()  # the values that micro-batches make
@@ -46,6 +47,8 @@ def step_order(graph: Graph, flow: BatchFlow) -> StepOrder:
             is_of_each = True
         elif any(o.id in flow.later or flow.states[o.id] != "whole" for o in operands):
             after.append(step)
+            if isinstance(step, Vertex) and step.index in flow.estimated:
+                each.append(step)
             continue
         else:
             is_of_each = any(o.id in of_each for o in operands)

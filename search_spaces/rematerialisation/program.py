@@ -29,8 +29,16 @@ from search_spaces.rematerialisation.passes import (
     results_of,
     step_key,
 )
-from search_spaces.rematerialisation.region_equations import joined, remat_equation_results, step_context
-from search_spaces.rematerialisation.regions import RunAgain, ScanCopies, goes_on_from, regions_of, trigger_of
+from search_spaces.rematerialisation.regions import (
+    RunAgain,
+    ScanCopies,
+    goes_on_from,
+    joined,
+    regions_of,
+    remat_equation_results,
+    step_context,
+    trigger_of,
+)
 from search_spaces.replay import REMAT, bind, scan_again
 from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex
 

@@ -70,11 +70,13 @@ from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
 from search_spaces.sharding.rules import rules_of
 from search_spaces.sharding.schedule import ProgramSchedule
 from search_spaces.sharding.scheduling import make_schedule
-from search_spaces.sharding.step_quantities import preference_problem, step_quantities
+from search_spaces.sharding.step_quantities import preference_problem, step_problem, step_quantities
 from search_spaces.sharding.tracing import build_graph, feedback_of
 from search_spaces.sharding.whole_work import WholeWork, whole_work
 
-_ON_PRICES = frozenset({"node_costs", "_problem", "quantities", "preference_problem", "least_compute_s"})
+_ON_PRICES = frozenset(
+    {"node_costs", "_problem", "quantities", "preference_problem", "step_problem", "least_compute_s"}
+)
 """What of a space depends on the seconds of its nodes."""
 _ON_NODES = frozenset({"nodes", "alike", "usages", "_transfer_matrices"})
 """What of a space depends on the strategies of its nodes."""
@@ -324,6 +326,11 @@ class ShardingSpace:
     def preference_problem(self) -> Problem:
         """The problem without its seconds, to which an objective of the quantities is added."""
         return preference_problem(self.problem, self.nodes, self.node_costs)
+
+    @cached_property
+    def step_problem(self) -> Problem:
+        """The problem with the links' limit, which is a maximum of two loads."""
+        return step_problem(self.preference_problem, self.quantities)
 
     @cached_property
     def _transfer_matrices(self) -> dict[tuple[int, int], np.ndarray]:

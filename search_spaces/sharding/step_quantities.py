@@ -10,7 +10,7 @@ import numpy as np
 
 from cost.base import Problem
 from cost.edges import merge_edges
-from cost.quantities import LiveMemory, Quantities, Quantity
+from cost.quantities import LiveMemory, Quantities, Quantity, with_weights
 from search_spaces.sharding.base import Edge, Node
 from search_spaces.sharding.edge_costs import edge_key, messages_of, read_spec
 from search_spaces.sharding.node_costs import NodeCosts
@@ -48,6 +48,39 @@ def step_quantities(
     for name, column in columns.items():
         parts[name] = Quantity(_columns(sent, column), _columns(moved, column))
     return parts | {MEMORY: LiveMemory(problem)}
+
+
+def step_problem(preference: Problem, quantities: Quantities) -> Problem:
+    """Returns a space's problem with the links' limit: a step waits for collectives that run beside arithmetic.
+
+    It waits for the larger of two loads: what the hardware's share says, and their links' seconds less arithmetic.
+
+    Args:
+      preference: the problem without seconds.
+      quantities: from `step_quantities`.
+    """
+    counted = {COMPUTE: 1.0, HELD: 1.0, BESIDE: 0.0, WAITED: 0.0, MEMORY: 0.0}
+    weights = {name: np.full(quantity.shape, counted[name]) for name, quantity in quantities.items()}
+    compute, beside, waited = (quantities[name] for name in (COMPUTE, BESIDE, WAITED))
+    assert isinstance(compute, Quantity)
+    assert isinstance(beside, Quantity)
+    assert isinstance(waited, Quantity)
+    zeros = [np.zeros(1)] * len(beside.edge)
+    return with_weights(preference, quantities, weights)._replace(
+        load=_waits(compute.node, beside.node, waited.node), edge_load=_waits(zeros, beside.edge, waited.edge)
+    )
+
+
+def _waits(
+    compute: Sequence[np.ndarray], beside: Sequence[np.ndarray], waited: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """Returns `[..., 2]` the two loads at each place; places with equal arrays share one."""
+    loads: dict[tuple[int, ...], np.ndarray] = {}
+    keys = list(zip(map(id, compute), map(id, beside), map(id, waited), strict=True))
+    for key, own, sent, exposed in zip(keys, compute, beside, waited, strict=True):
+        if key not in loads:
+            loads[key] = np.stack([exposed.sum(axis=-1), sent.sum(axis=-1) - own], axis=-1)
+    return [loads[key] for key in keys]
 
 
 def _preference_s(node: Node, node_costs: NodeCosts) -> np.ndarray:

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from cost.line_fitting import fit_latency_and_slope, fit_lines
-from cost.lines import FREE, Line, added_lines, fastest_lines, least_s
+from cost.lines import FREE, Line, added_lines, fastest_lines, fit_latency_and_slope, fit_lines, least_s
 
 SIZES = np.concatenate([[0.0], np.geomspace(1e-3, 1e9, 200)])
 

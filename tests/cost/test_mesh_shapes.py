@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from cost.mesh_shapes import distinct_shapes, factorisations
+from cost.host_groups import distinct_shapes, factorisations
 from cost.presets import preset
 
 

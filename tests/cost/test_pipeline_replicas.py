@@ -5,9 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from cost.pipeline_replicas import balanced_microbatches, joined_graph
 from cost.pipeline_schedules import graph_of
-from cost.pipeline_times import StageTimes, simulate
+from cost.pipeline_times import StageTimes, balanced_microbatches, joined_graph, simulate
 
 
 @pytest.mark.parametrize("seed", range(5))

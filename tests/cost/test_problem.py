@@ -7,8 +7,7 @@ import pytest
 
 from cost.base import Problem
 from cost.edges import distinct_arrays
-from cost.evaluation import change_costs, chosen_costs, evaluate, live_usage
-from cost.relaxed import relaxed_cost
+from cost.evaluation import change_costs, chosen_costs, evaluate, live_usage, relaxed_cost
 from cost.validation import validate
 
 # Five nodes, two edges, three usages: small enough to work out by hand.

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cost.evaluation import evaluate
-from cost.relaxed import relaxed_cost
+from cost.evaluation import evaluate, relaxed_cost
 from cost.validation import validate
 from diffshard.placing import Placement, place
 from search_spaces.base import Part

@@ -13,6 +13,8 @@ from diffshard.plans.json_values import JsonValues
 
 GradientReduction = Literal["each_microbatch", "once"]
 """How often gradients are reduced over devices: in each micro-batch, or once, when the step ends."""
+BatchMeans = Literal["whole", "each_microbatch"]
+"""Which mean over the batch gradients read that need one: that of the whole batch, or of their own micro-batch."""
 ResidualUse = Literal["keep", "recompute", "offload"]
 """What becomes of the arrays that a backward pass reads of its forward pass."""
 
@@ -143,6 +145,7 @@ class PipelinePlanData(Certified):
       question: a hash of all that was asked for, but a time limit and a plan to begin with.
       decisions: the stages, their shardings and the plans of their programs, from which any process makes the programs
         again; a plan that was made without them can only be shown.
+      batch_means: which means over the batch gradients read (`Pipeline.batch_means`).
       stored_in: the file of a store from which it was taken instead of a search; "" if it was searched.
     """
 
@@ -168,6 +171,7 @@ class PipelinePlanData(Certified):
     facts: Mapping[str, str] = field(default_factory=dict)
     question: str = ""
     decisions: tuple[Decision, ...] = ()
+    batch_means: BatchMeans = "whole"
     stored_in: str = field(default="", compare=False)
 
     @property

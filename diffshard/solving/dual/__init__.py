@@ -3,5 +3,4 @@
 - `sweeps.py`: one min-plus pass over all edges, which raises the bound at given prices.
 - `ascent.py`: the climb, sweeps and price steps in turn.
 - `branching.py`: branch and bound on the dual.
-- `soft_dual.py`: the same dual for JAX, smoothed and with gradients.
 """

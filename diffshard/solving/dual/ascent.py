@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from diffshard.solving.dual.sweeps import Sweep, lay_out, sweep
-from diffshard.solving.flat import Flat, memory_price, memory_use
+from diffshard.solving.flat import Flat, group_sizes, memory_price, memory_use
 
 # How far a price moves in one step: its logarithm, for each limit's worth of excess. Measured on the contest's
 # instances: 10 converges slowly and 30 not at all.
@@ -33,7 +33,7 @@ class Prices(NamedTuple):
 
     Attributes:
       memory: `[T, D]` cost of each byte at each time.
-      load: `[D']` on the simplex, the part of each device's time that counts; empty where there are no loads.
+      load: `[R]` on a simplex for each group, the part of each load that counts; empty where there are no loads.
     """
 
     memory: np.ndarray
@@ -41,9 +41,9 @@ class Prices(NamedTuple):
 
 
 def initial_prices(flat: Flat) -> Prices:
-    """Returns prices at which memory is free and every device's time counts alike."""
-    devices = flat.load.shape[1]
-    return Prices(np.zeros(flat.base.shape), np.full(devices, 1 / max(devices, 1)))
+    """Returns prices at which memory is free and every load of a group counts alike."""
+    sizes = group_sizes(flat)
+    return Prices(np.zeros(flat.base.shape), np.repeat(1 / sizes, sizes))
 
 
 def is_coupled(flat: Flat) -> bool:
@@ -90,9 +90,11 @@ def step_along_excess(flat: Flat, prices: Prices, weights: np.ndarray, bound_siz
         least = _LEAST_PRICE * bound_size / unit
         memory = step_memory_prices(memory, excess, least, _MEMORY_GAIN * rate)
     if flat.load.shape[1]:
-        loads = weights @ flat.load
-        load = load * np.exp(rate * (loads - loads.max()) / max(np.abs(loads).max(), 1e-30))
-        load = load / load.sum()
+        loads, sizes = weights @ flat.load, group_sizes(flat)
+        most = np.repeat(np.maximum.reduceat(loads, flat.load_first), sizes)
+        unit = np.repeat(np.maximum(np.maximum.reduceat(np.abs(loads), flat.load_first), 1e-30), sizes)
+        load = load * np.exp(rate * (loads - most) / unit)
+        load = load / np.repeat(np.add.reduceat(load, flat.load_first), sizes)
     return Prices(memory, load)
 
 

@@ -10,7 +10,7 @@ devices).
 
 import numpy as np
 
-from diffshard.solving.flat import Flat, chosen_memory, memory_of_strategies
+from diffshard.solving.flat import Flat, chosen_memory, group_sizes, largest_loads, memory_of_strategies
 from diffshard.solving.moves.polish import Field
 
 _MOST_PAIR_NUMBERS = 1 << 15
@@ -51,7 +51,7 @@ class Balance:
     def begin_greedily(self, squarings: int | None) -> None:
         """Begins at a choice made node by node, from those that cannot but load a device most to the others."""
         flat, num_nodes = self._flat, len(self._flat.sizes)
-        least = np.minimum.reduceat(flat.load.max(axis=1), flat.start[:-1])
+        least = np.minimum.reduceat(largest_loads(flat, flat.load), flat.start[:-1])
         self.begin(np.zeros(num_nodes, np.int64))
         self._squarings = squarings
         self._load, self._memory = np.zeros(flat.load.shape[1]), flat.base.ravel()[self._is_limited]
@@ -90,7 +90,7 @@ class Balance:
 
     def _value(self, load: np.ndarray, memory: np.ndarray, cost: np.ndarray | float) -> np.ndarray:
         """Returns what choices are compared by `[...]`, from loads `[..., L]`, memory `[..., M]` and other costs."""
-        value = _norm_of(load, self._squarings) + cost
+        value = _norm_of(self._flat, load, self._squarings) + cost
         if not len(self._limit):
             return value
         excess = np.maximum(memory - self._limit, 0.0) @ (1.0 / np.maximum(self._limit, 1e-300))
@@ -147,12 +147,13 @@ class Balance:
         return True
 
 
-def _norm_of(load: np.ndarray, squarings: int | None) -> np.ndarray:
-    """Returns the 2^squarings-norm of loads `[..., L]`, or the largest one for None."""
-    most = load.max(axis=-1)
+def _norm_of(flat: Flat, load: np.ndarray, squarings: int | None) -> np.ndarray:
+    """Sums the 2^squarings-norms of each group of loads `[..., L]`, or the largest ones for None."""
     if squarings is None:
-        return most
-    powers = np.maximum(load, 0.0) / np.maximum(most, 1e-300)[..., None]
+        return largest_loads(flat, load)
+    most = np.maximum.reduceat(load, flat.load_first, axis=-1)
+    powers = np.maximum(load, 0.0) / np.repeat(np.maximum(most, 1e-300), group_sizes(flat), axis=-1)
     for _ in range(squarings):
         powers *= powers
-    return np.where(most > 0, most * powers.sum(axis=-1) ** (0.5**squarings), most)
+    sums = np.add.reduceat(powers, flat.load_first, axis=-1)
+    return np.where(most > 0, most * sums ** (0.5**squarings), most).sum(axis=-1)

@@ -12,7 +12,7 @@ import numpy as np
 import scipy.sparse
 
 from cost.memory import limit_unit
-from diffshard.solving.flat import Flat, costs_without_load, excess_in_limits, largest_load, ragged_positions
+from diffshard.solving.flat import Flat, costs_without_load, excess_in_limits, largest_loads, ragged_positions
 
 _NODES_PER_YIELD = 256  # a few milliseconds; chosen by hand
 _MOST_PASSES = 50  # over the nodes near a change; few problems need ten; chosen by hand
@@ -27,7 +27,7 @@ class Descent:
     Attributes:
       choice: `[R, V]`.
       memory: `[R, T, D]` live memory.
-      load: `[R, D']` seconds of each device.
+      load: `[R, L]` of each choice.
     """
 
     def __init__(self, flat: Flat, choice: np.ndarray):
@@ -47,7 +47,7 @@ class Descent:
 
     def cost(self) -> np.ndarray:
         """Returns `[R]` node, edge and load cost of the choices."""
-        return costs_without_load(self.flat, self.choice) + largest_load(self.load)
+        return costs_without_load(self.flat, self.choice) + largest_loads(self.flat, self.load)
 
     def excess(self) -> np.ndarray:
         """Returns `[R]` memory above the limit, in units of the limit."""
@@ -101,7 +101,7 @@ class Descent:
             price += flat.entries[at[:, :, None] + strategies].sum(axis=1)
         if flat.load.shape[1]:
             others = self.load - flat.load[first + self.choice[:, v]]
-            price += (others[:, None] + flat.load[first : first + size]).max(axis=2)
+            price += largest_loads(flat, others[:, None] + flat.load[first : first + size])
         if self._usages[v]:
             price += np.asarray(weight)[..., None] * self._excess(v)
         return price

@@ -12,7 +12,8 @@ from diffshard.solving.flat import (
     Flat,
     costs_of_choices,
     excess_in_limits,
-    largest_load,
+    group_sizes,
+    largest_loads,
     memory_of_strategies,
     ragged_positions,
 )
@@ -62,8 +63,8 @@ class Replicas:
         felt, load = change, self.load
         if load.shape[1]:
             load = load + flat.load[flat.start[v] + new] - flat.load[flat.start[v] + old]
-            felt = change + _smooth_max(load) - _smooth_max(self.load)
-            change = change + load.max(axis=1) - self.load.max(axis=1)
+            felt = change + _smooth_max(flat, load) - _smooth_max(flat, self.load)
+            change = change + largest_loads(flat, load) - largest_loads(flat, self.load)
         threshold = np.asarray(temperature) * rng.exponential(size=len(rows))
         # A change that costs too much already is refused without a look at its memory, unless it might free some.
         maybe = np.flatnonzero((felt <= threshold) | (self.excess > 0))
@@ -139,9 +140,10 @@ def _dense_use(flat: Flat) -> np.ndarray:
     return memory_of_strategies(flat, strategies, np.ones(len(strategies)), strategies, len(strategies))
 
 
-def _smooth_max(load: np.ndarray) -> np.ndarray:
-    """Returns `[R]` a norm of the loads, near their maximum but lower where fewer devices are busy."""
-    most = largest_load(load)
+def _smooth_max(flat: Flat, load: np.ndarray) -> np.ndarray:
+    """Returns `[R]` norms of the loads, near their maxima but lower where fewer devices are busy."""
+    most = np.maximum.reduceat(load, flat.load_first, axis=1)
     unit = np.where(most > 0, most, 1.0)
-    shares = np.maximum(load / unit[:, None], 0.0)
-    return np.where(most > 0, most * (shares**_SMOOTH_MAX_NORM).sum(axis=1) ** (1 / _SMOOTH_MAX_NORM), most)
+    shares = np.maximum(load / np.repeat(unit, group_sizes(flat), axis=1), 0.0)
+    sums = np.add.reduceat(shares**_SMOOTH_MAX_NORM, flat.load_first, axis=1)
+    return np.where(most > 0, most * sums ** (1 / _SMOOTH_MAX_NORM), most).sum(axis=1)

@@ -10,9 +10,9 @@ Each constraint is built by one function:
     Σ_s x[v, s] = 1                                                        `_one_each`
     Σ_t y[e, s, t] = x[u, s] and Σ_s y[e, s, t] = x[v, t], e = (u, v)      `_marginals`
     m[i] >= m[i - 1] + what starts - what ends, m[i] <= limit              `_memory`
-    z >= Σ_v Σ_s L[v, s, d] x[v, s] - L0[d] for each device d              `_loads`
+    z[g] >= Σ_v Σ_s L[v, s, r] x[v, s] - L0[r] for each load r of group g  `_loads`
 
-over integer x in {0, 1} and continuous y in [0, 1], m and z >= 0, with the cost Σ c x + Σ T y + z. Integer x make y
+over integer x in {0, 1} and continuous y in [0, 1], m and z >= 0, with the cost Σ c x + Σ T y + Σ z. Integer x make y
 integer. The relaxation is the one whose dual the gradient solver climbs.
 
 Source: Zheng et al., "Alpa" (OSDI 2022), section 4.2, with the tighter edge constraints of Wainwright and Jordan,
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import scipy.sparse
 
-from cost.base import Problem, is_forbidden, num_memory_devices, num_strategies
+from cost.base import Problem, is_forbidden, load_groups, num_memory_devices, num_strategies
 from cost.memory import limit_unit, numbered_times
 from diffshard.solving.flat import ragged_positions
 
@@ -113,9 +113,9 @@ def window(problem: Problem, most: float) -> Window | None:
         return None
     base = least.sum()
     above = np.where(allowed, cost - np.repeat(least, lengths), 0.0)
-    load, least_load = _load_above_least(problem)
-    largest_load = float(least_load.max()) if len(least_load) else 0.0
-    base += largest_load
+    load, least_load, group = _load_above_least(problem)
+    largest = [float(least_load[group == g].max()) for g in range(group.max(initial=-1) + 1)]
+    base, largest_load = base + sum(largest), np.array(largest)[group]
     width = most - base if math.isfinite(most) else float(above.max() + load.max(initial=0.0))
     width = max(width * (1 + _MARGIN) + _MARGIN * _MARGIN * (abs(base) + abs(most if math.isfinite(most) else 0)), 0.0)
     if math.isfinite(most):
@@ -125,17 +125,20 @@ def window(problem: Problem, most: float) -> Window | None:
     unit = width / _WINDOW or 1.0
     above, load = np.where(allowed, above / unit, 0.0), np.where(allowed[: len(load), None], load / unit, 0.0)
     room = (largest_load - least_load) / unit
-    programme, num_rows = _programme(problem, sizes, starts, above, allowed, load, room)
+    programme, num_rows = _programme(problem, sizes, starts, above, allowed, load, room, group)
     error = _OBJECTIVE_ERROR + _ERROR_PER_ROW * (len(arrays) + num_rows)
-    top = _WINDOW if math.isfinite(most) else _largest_objective(above, load, lengths, sizes)
+    top = _WINDOW if math.isfinite(most) else _largest_objective(above, load, group, lengths, sizes)
     return Window(programme, float(base), float(width), most, unit, error, bool(load.size), top)
 
 
-def _largest_objective(above: np.ndarray, load: np.ndarray, lengths: np.ndarray, sizes: np.ndarray) -> float:
+def _largest_objective(
+    above: np.ndarray, load: np.ndarray, group: np.ndarray, lengths: np.ndarray, sizes: np.ndarray
+) -> float:
     """Returns at least the objective of every choice: many windows, because each node and edge may cost one."""
     top = float(np.maximum.reduceat(above, np.cumsum(lengths) - lengths).sum())
     if load.size:
-        top += float(np.maximum.reduceat(load, np.cumsum(sizes) - sizes, axis=0).sum(axis=0).max())
+        most = np.maximum.reduceat(load, np.cumsum(sizes) - sizes, axis=0).sum(axis=0)
+        top += sum(float(most[group == g].max()) for g in range(group.max() + 1))
     return top
 
 
@@ -149,13 +152,16 @@ def _fits_alone(problem: Problem, sizes: np.ndarray, starts: np.ndarray) -> np.n
     return fits
 
 
-def _load_above_least(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """Returns `[N, D]` the loads counted from each node's least, and `[D]` the sums of the least."""
+def _load_above_least(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns `[N, R]` the loads counted from each node's least, `[R]` the sums of the least, and `[R]` the groups."""
     if not len(problem.load):
-        return np.zeros((0, 0)), np.zeros(0)
+        return np.zeros((0, 0)), np.zeros(0), np.zeros(0, np.int64)
     tables = [np.asarray(load, float) for load in problem.load]
     least = np.stack([table.min(axis=0) for table in tables])
-    return np.concatenate([table - row for table, row in zip(tables, least, strict=True)]), least.sum(axis=0)
+    group = np.zeros(least.shape[1], np.int64)
+    for g, loads in enumerate(load_groups(problem)):
+        group[loads] = g
+    return np.concatenate([table - row for table, row in zip(tables, least, strict=True)]), least.sum(axis=0), group
 
 
 def _programme(
@@ -166,6 +172,7 @@ def _programme(
     allowed: np.ndarray,
     load: np.ndarray,
     room: np.ndarray,
+    group: np.ndarray,
 ) -> tuple[Programme, int]:
     """Returns the programme, and how many limits it has.
 
@@ -175,8 +182,9 @@ def _programme(
       starts: `[V]` where each node's strategies start.
       cost: of all strategies and entries, in the objective's units.
       allowed: which of them may be taken.
-      load: `[N, D]` in the objective's units.
-      room: `[D]` what each device may take before it is the one with the largest load.
+      load: `[N, R]` in the objective's units.
+      room: `[R]` how far each load may rise before it is the largest of its group.
+      group: `[R]` of each load.
     """
     column_upper = allowed.astype(float)
     blocks: list[Any] = [_one_each(sizes), _marginals(problem, starts, sizes)]
@@ -186,30 +194,32 @@ def _programme(
     lower, upper = np.append(lower, np.zeros(len(limit))), np.append(upper, np.full(len(limit), np.inf))
     cost, column_upper = np.append(cost, np.zeros(len(limit))), np.append(column_upper, limit)
     column_lower = np.zeros(len(cost))
-    load_rows, load_room = _loads(load, room, sizes, starts, len(cost))
-    if len(load_room):  # a last column that is at least every device's load
+    load_rows, load_room = _loads(load, room, group, sizes, starts, len(cost))
+    if len(load_room):  # last columns that are at least every load of a group
         blocks.append(load_rows)
+        num_groups = group.max() + 1
         lower, upper = np.append(lower, np.full(len(load_room), -np.inf)), np.append(upper, load_room)
-        cost, column_upper = np.append(cost, 1.0), np.append(column_upper, np.inf)
-        column_lower = np.append(column_lower, 0.0)
+        cost, column_upper = np.append(cost, np.ones(num_groups)), np.append(column_upper, np.full(num_groups, np.inf))
+        column_lower = np.append(column_lower, np.zeros(num_groups))
     rows = scipy.sparse.vstack([_widen(block, len(cost)) for block in blocks], format="csc")
     programme = Programme(cost, column_lower, column_upper, rows, lower, upper, int(sizes.sum()))
     return programme, len(limit) + len(load_room)
 
 
 def _loads(
-    load: np.ndarray, room: np.ndarray, sizes: np.ndarray, starts: np.ndarray, columns: int
+    load: np.ndarray, room: np.ndarray, group: np.ndarray, sizes: np.ndarray, starts: np.ndarray, columns: int
 ) -> tuple[Any, np.ndarray]:
-    """Returns the rows Σ L x - z <= room of the devices that can have the largest load, and their room."""
+    """Returns the rows Σ L x - z <= room of the loads that can be the largest of their groups, and their room."""
     if not load.shape[1]:
         return None, np.zeros(0)
     most = np.maximum.reduceat(load, starts, axis=0).sum(axis=0)
     can_be_largest = np.flatnonzero((most > room) & (room <= _MOST_ROOM * _WINDOW))
     count = len(can_be_largest)
     unit = np.maximum(room[can_be_largest] / _WINDOW, 1.0)  # of each row, whose room may be far above the window
-    top = (-1 / unit, (np.arange(count), np.full(count, columns)))
-    rows = _widen(load[:, can_be_largest].T / unit[:, None], columns + 1)
-    return rows + scipy.sparse.coo_array(top, shape=(count, columns + 1)), room[can_be_largest] / unit
+    top = (-1 / unit, (np.arange(count), columns + group[can_be_largest]))
+    width = columns + int(group.max()) + 1
+    rows = _widen(load[:, can_be_largest].T / unit[:, None], width)
+    return rows + scipy.sparse.coo_array(top, shape=(count, width)), room[can_be_largest] / unit
 
 
 def _widen(block: Any, columns: int) -> scipy.sparse.coo_array:

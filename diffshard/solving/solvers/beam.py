@@ -27,7 +27,7 @@ from diffshard.solving.flat import (
     chosen_cost,
     chosen_memory,
     flatten,
-    largest_load,
+    largest_loads,
     memory_price,
     numpy_generator,
     with_ceiling,
@@ -168,7 +168,7 @@ class _Beam:
                 digest ^= self._numbers[flat.start[u] + beam.strategy[row]][:, None]
         if v in closing:
             digest ^= self._numbers[positions]
-        priority = cost + largest_load(load) + weight * excess
+        priority = cost + largest_loads(flat, load) + weight * excess
         best = _best(priority.ravel(), digest.ravel(), width)
         parent, strategy = np.divmod(best, flat.sizes[v])
         staying = [row for row, u in enumerate(beam.open) if u not in closing]

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from cost.base import Problem, is_forbidden, num_strategies
+from cost.base import Problem, is_forbidden, load_groups, num_strategies
 from cost.evaluation import chosen_costs
 from diffshard.base import Proposal
 from diffshard.solving.examples import chain
@@ -87,7 +87,8 @@ def _tables(problem: Problem) -> list[list[_Table]]:
     for v, cost in enumerate(problem.node_cost):
         node_cost = _with_infinities(cost)
         if len(problem.load):
-            node_cost = node_cost + np.asarray(problem.load[v], float).mean(axis=1)
+            load = np.asarray(problem.load[v], float)
+            node_cost = node_cost + sum(load[:, group].mean(axis=1) for group in load_groups(problem))
         tables.append([_Table((v,), node_cost)])
     for (u, v), cost in zip(np.asarray(problem.edge_nodes).reshape(-1, 2).tolist(), problem.edge_cost, strict=True):
         matrix = _with_infinities(cost)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from cost.base import Problem, is_forbidden, num_strategies
+from cost.base import Problem, is_forbidden, load_groups, num_strategies
 from cost.memory import usage_error
 from diffshard.base import Proposal
 from diffshard.solving.examples import coupled_ring
@@ -62,7 +62,8 @@ def price(problem: Problem, choices: np.ndarray) -> tuple[np.ndarray, np.ndarray
         total += np.where(is_allowed, part, 0)  # sums of what is forbidden may be too large for a float
     if len(problem.load):
         rows = [np.asarray(load, float)[choices[:, v]] for v, load in enumerate(problem.load)]
-        total += np.sum(rows, axis=0).max(axis=1)
+        loads = np.sum(rows, axis=0)
+        total += sum(loads[:, group].max(axis=1) for group in load_groups(problem))
     return np.where(is_allowed, total, np.inf), _excess(problem, choices)
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import numpy as np
 
-from cost.base import Problem, num_devices, num_strategies
+from cost.base import Problem, num_loads, num_strategies
 from diffshard.base import OPTIMAL_GAP, Proposal
 from diffshard.solving.dual.sweeps import lay_out
 from diffshard.solving.examples import coupled_ring
@@ -56,7 +56,7 @@ def default_phases(problem: Problem) -> tuple[Phase, ...]:
     is_small = len(problem.node_cost) <= MOST_NODES_OF_SMALL
     branches = (Branches(),) if is_small else ()
     starts = QuotientStart(solve), DualStarts(end_share=0.15 if is_small else 0.6)
-    if num_devices(problem):
+    if num_loads(problem):
         walks = Walks(num_random_starts=16, steps_per_node=200, temperatures=(1e-4, 1.0))
         return *starts, SideBySide((*branches, walks))
     if is_small:

@@ -15,7 +15,7 @@ import numpy as np
 from cost.base import Problem
 from diffshard.base import Proposal
 from diffshard.solving.examples import chain
-from diffshard.solving.flat import Flat, flatten, numpy_generator, ragged_positions, with_ceiling
+from diffshard.solving.flat import Flat, flatten, largest_loads, numpy_generator, ragged_positions, with_ceiling
 from diffshard.solving.moves.descent import Descent, spans
 
 _NUM_ORDERS = 8  # without a time limit; chosen by hand
@@ -67,7 +67,7 @@ def construct(flat: Flat, order: np.ndarray, least_entry: np.ndarray) -> np.ndar
         positions = slice(start[v], start[v + 1])
         node_price = price[positions]
         if len(load):
-            node_price = node_price + (load + flat.load[positions]).max(axis=1)
+            node_price = node_price + largest_loads(flat, load + flat.load[positions])
         s = choice[v] = int(node_price.argmin())
         is_chosen[v] = True
         if len(load):

@@ -1,7 +1,7 @@
 """The plain relaxation: a softmax over each node's logits makes the cost differentiable, and Adam minimises it.
 
 It starts at several random logits, with an entropy whose temperature falls. The objective is the relaxed cost
-(`cost.relaxed`) of rows p = softmax(logits), less temperature times their entropy, plus a penalty on the expected
+(`cost.evaluation`) of rows p = softmax(logits), less temperature times their entropy, plus a penalty on the expected
 memory in excess: an augmented Lagrangian whose multipliers rise where the limit is exceeded. Rows are rounded node by
 node, each to the cheapest strategy given the other rows, and the choices come down by single-node moves. Uniform rows
 are rounded first, so that there is an answer before the first step.
@@ -29,7 +29,7 @@ from diffshard.solving.examples import chain
 from diffshard.solving.flat import (
     Flat,
     flatten,
-    largest_load,
+    largest_loads,
     memory_price,
     memory_use,
     numpy_generator,
@@ -148,8 +148,9 @@ def objective(
     slope = energy.cost + through_edges
     if energy.load.shape[1]:
         loads = rows @ energy.load
-        total += loads.max(axis=1)
-        slope = slope + energy.load[:, loads.argmax(axis=1)].T
+        for group in np.split(np.arange(loads.shape[1]), flat.load_first[1:]):
+            total += loads[:, group].max(axis=1)
+            slope = slope + energy.load[:, group[loads[:, group].argmax(axis=1)]].T
     scale = np.abs(total)
     logarithm = np.log(np.maximum(rows, _LEAST_WEIGHT))
     total += temperature * (rows * logarithm).sum(axis=1)
@@ -231,7 +232,7 @@ def _conditional(flat: Flat, row: np.ndarray, order: np.ndarray) -> np.ndarray:
         positions = slice(flat.start[v], flat.start[v + 1])
         price = flat.cost[positions] + _expected_edges(flat, v, row)
         others = load - row[positions] @ flat.load[positions]
-        s = choice[v] = int((price + largest_load(others + flat.load[positions])).argmin())
+        s = choice[v] = int((price + largest_loads(flat, others + flat.load[positions])).argmin())
         row[positions] = 0.0
         row[flat.start[v] + s] = 1.0
         load = others + flat.load[flat.start[v] + s]

@@ -6,8 +6,8 @@ import pytest
 
 import diffshard
 from cost.base import Hardware, Link
-from cost.pipeline_replicas import joined_graph
 from cost.pipeline_schedules import graph_of
+from cost.pipeline_times import joined_graph
 from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.cutting import uncut_step
 from diffshard.pipelines.execution import StagedExecution

@@ -74,7 +74,7 @@ def test_results_are_those_of_one_device_until_a_process_is_lost(meshes, tmp_pat
 
 _REPLICAS = """
 import numpy as np
-from cost.pipeline_replicas import joined_graph
+from cost.pipeline_times import joined_graph
 from cost.pipeline_schedules import graph_of
 from diffshard.pipelines.execution import StagedExecution
 from diffshard.pipelines.batch_arguments import BatchArguments

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -204,9 +205,18 @@ UNLIKE = diffshard.Cluster([diffshard.Hosts(1, 8, "a100"), diffshard.Hosts(1, 8,
         (
             {"devices": CLUSTER, "in_shardings": (None, PartitionSpec("data"))},
             ValueError,
-            "`in_shardings` has .*, which names axes of a mesh, but `devices` leaves these open",
+            "`in_shardings`.* an axis 'data'.* `devices` leaves the mesh open: its axes are named by levels",
         ),
-        ({"devices": CLUSTER, "logical_axis_rules": ()}, ValueError, "`logical_axis_rules` name axes of a mesh"),
+        (
+            {"devices": CLUSTER, "in_shardings": NamedSharding(jax.make_mesh((8,), ("local",)), PartitionSpec())},
+            ValueError,
+            "`in_shardings` is on the mesh .* but `devices` leaves the mesh open",
+        ),
+        (
+            {"devices": CLUSTER, "logical_axis_rules": (("embed", "data"),)},
+            ValueError,
+            "`logical_axis_rules` has the mesh axis 'data' for 'embed'; the mesh has \\('hosts', 'local', 'mixed'",
+        ),
     ],
 )
 def test_what_leaves_the_mesh_unclear_is_named(options, error, message):
@@ -218,6 +228,41 @@ def test_arguments_may_be_given_as_whole_on_every_device():
     whole = diffshard.search(train_step, devices=CLUSTER, in_shardings=(None, PartitionSpec())).plan(*ARGUMENTS)
     (batch,) = [tensor for tensor in whole.arguments if tensor.path == "batch"]
     assert (batch.spec, batch.given) == (((), ()), True)
+
+
+def specs_of(plan):
+    return {tensor.path: tensor.spec for tensor in plan.arguments}
+
+
+def test_given_shardings_name_levels_of_hosts_and_hold_on_the_mesh_that_is_chosen():
+    for levels in (("hosts", "local", "mixed"), ("hosts",), ("local",)):
+        given = (None, PartitionSpec(levels))
+        plan = diffshard.search(train_step, devices=CLUSTER, in_shardings=given).plan(*ARGUMENTS)
+        wanted = tuple(axis for level in levels for axis in plan.mesh_axes if axis.startswith(level))
+        assert specs_of(plan)["batch"] == (wanted, ())
+
+
+def test_a_mesh_that_cannot_divide_an_argument_as_given_is_not_chosen():
+    state, batch = ARGUMENTS
+    args, levels = (state, batch[:12]), ("local", "mixed")
+    plan = diffshard.search(train_step, devices=CLUSTER, in_shardings=(None, PartitionSpec(levels))).plan(*args)
+    assert 12 % math.prod(plan.mesh_axes[axis] for axis in specs_of(plan)["batch"][0]) == 0
+    assert any(shape.status == "infeasible" for shape in plan.shapes)
+    everything = PartitionSpec(("hosts", *levels))
+    with pytest.raises(diffshard.InfeasibleError, match="Another mesh may be able to"):
+        diffshard.search(train_step, devices=CLUSTER, in_shardings=(None, everything)).plan(*args)
+
+
+def test_rules_may_split_named_dimensions_over_levels_of_hosts():
+    params = {"a": nn.Partitioned(jnp.ones((8, 32)), ("embed", "hidden")), "b": jnp.ones((32, 4))}
+
+    def step(params, x):
+        return jax.tree.map(lambda p: p * 0.9, params), (jnp.tanh(x @ nn.unbox(params)["a"]) @ params["b"]).sum()
+
+    rules = (("embed", None), ("hidden", ("hosts", "local", "mixed")))
+    plan = diffshard.search(step, devices=CLUSTER, logical_axis_rules=rules).plan(params, ARGUMENTS[1])
+    (spec,) = [spec for path, spec in specs_of(plan).items() if "'a'" in path]
+    assert (spec[0], set(spec[1])) == ((), set(plan.mesh_axes))
 
 
 def test_a_limit_cuts_a_search_off_only_where_nothing_is_shorter():

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import diffshard
+from cost.evaluation import evaluate
 from cost.quantities import amounts_of, with_weights
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.step_objective import (
@@ -64,9 +65,9 @@ def test_progress_ends_with_the_gap_of_the_step_and_not_of_the_last_problem():
     told = []
     plan = planned_on_slow_links(2048, progress=lambda *entry: told.append(entry))
     _, cost_s, bound_s = told[-1]
-    assert plan.gap > 0.05  # tangents are solved nearly to optimality; what is left comes from choices being whole
+    assert plan.gap < 2e-3  # pairs of strategies are few here, so that branches close what tangents leave: 14%
     assert cost_s == pytest.approx(plan.step_s, rel=1e-3)
-    assert (cost_s - bound_s) / cost_s == pytest.approx(plan.gap, rel=1e-2)
+    assert (cost_s - bound_s) / cost_s == pytest.approx(plan.gap, abs=1e-4)
 
 
 def test_a_step_that_is_bound_by_links_takes_less_than_by_the_best_of_five_weights():
@@ -112,5 +113,7 @@ def test_the_seconds_of_amounts_are_those_of_the_prediction(seed):
     relaxed = {name: jnp.asarray(amount) for name, amount in amounts.items()}
     assert float(seconds_of(relaxed)) == pytest.approx(step_s(prediction), rel=1e-5)
     link_s = {axis: sum(t.link_s for t in prediction.transfers if t.axis == axis) for axis in ("x", "y")}
+    preference = evaluate(space.preference_problem, choice).cost
+    assert evaluate(space.step_problem, choice).cost == pytest.approx(step_s(prediction) + preference, rel=1e-9)
     sent_s = amounts["held_s"] + amounts["beside_s"]
     assert dict(zip(("x", "y"), sent_s.tolist(), strict=True)) == pytest.approx(link_s)

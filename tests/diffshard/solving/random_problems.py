@@ -16,6 +16,7 @@ KINDS = {
     "forbidden": {"forbidden": 0.1},
     "memory": {"memory": True},
     "loads": {"devices": 3},
+    "groups": {"devices": 4, "memory": True, "groups": True},
     "all": {"forbidden": 0.1, "memory": True, "devices": 2},
 }
 
@@ -28,7 +29,9 @@ def optimum(problem: Problem) -> float:
     return float(np.where((excess > 0) | is_forbidden(cost), np.inf, cost).min())
 
 
-def small_problem(seed: int, *, forbidden: float = 0.0, memory: bool = False, devices: int = 0) -> Problem:
+def small_problem(
+    seed: int, *, forbidden: float = 0.0, memory: bool = False, devices: int = 0, groups: bool = False
+) -> Problem:
     """Up to six nodes of up to four strategies, with every feature that is asked for.
 
     Args:
@@ -36,6 +39,7 @@ def small_problem(seed: int, *, forbidden: float = 0.0, memory: bool = False, de
       forbidden: share of forbidden transfers.
       memory: usages under a limit that often binds.
       devices: number of devices with loads of their own, 0 for none.
+      groups: whether the loads are in two groups.
     """
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, 7))
@@ -53,6 +57,7 @@ def small_problem(seed: int, *, forbidden: float = 0.0, memory: bool = False, de
         usage_interval=np.stack([starts, starts + rng.integers(1, 6, num_usages)], axis=1),
         memory_limit=float(rng.integers(5, 40)) if memory else np.inf,
         load=[rng.integers(0, 20, (size, devices)).astype(float) for size in sizes] if devices else (),
+        load_group=np.arange(devices) % 2 if groups else np.zeros(0, np.int64),
     )
 
 

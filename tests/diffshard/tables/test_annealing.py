@@ -21,9 +21,9 @@ from diffshard.tables.strategy_arrays import strategy_arrays
 from experiments.embedding_tables import tasks
 from experiments.embedding_tables.baselines import beam_s
 from search_spaces.embedding_tables.base import EmbeddingTable, TableDevices
-from search_spaces.embedding_tables.price_tables import strategy_prices
 from search_spaces.embedding_tables.prices import piece_bytes, price_of
 from search_spaces.embedding_tables.space import EmbeddingTableSpace
+from search_spaces.embedding_tables.strategies import strategy_prices
 
 SLOW = Hardware("slow", 1e12, 1e9, 1e9, {}, host_memory_bytes_per_s=1e8)
 FAST = dataclasses.replace(SLOW, name="fast", memory_bytes_per_s=3e9)

@@ -14,8 +14,12 @@ from diffshard import InfeasibleError, PlanError
 from diffshard.tables import EmbeddingTable, TablePlan, host_rows, shard_tables
 from search_spaces.embedding_tables.base import EVERY_DEVICE, Piece
 from search_spaces.embedding_tables.prices import decoded
-from search_spaces.embedding_tables.strategies import TableStrategies
-from search_spaces.embedding_tables.tiers import hot_counts, with_copied_hot_rows, with_host_memory
+from search_spaces.embedding_tables.strategies import (
+    TableStrategies,
+    hot_counts,
+    with_copied_hot_rows,
+    with_host_memory,
+)
 
 MESH = AbstractMesh((4,), ("model",))
 

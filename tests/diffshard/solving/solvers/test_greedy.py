@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from cost.base import num_strategies
+from cost.base import load_groups, num_strategies
 from diffshard.solving.flat import flatten, with_ceiling
 from diffshard.solving.moves.descent import spans
 from diffshard.solving.solvers.greedy import construct, least_entries, solve
@@ -28,7 +28,8 @@ def constructed(problem, order):
                     row, other = (matrix[s], b) if a == v else (matrix[:, s], a)
                     price += row[choice[other]] if other in choice else row.min()
             if len(problem.load):
-                price += np.sum([problem.load[v][s], *(problem.load[u][t] for u, t in choice.items())], axis=0).max()
+                loads = np.sum([problem.load[v][s], *(problem.load[u][t] for u, t in choice.items())], axis=0)
+                price += sum(loads[group].max() for group in load_groups(problem))
             prices.append(price)
         choice[v] = int(np.argmin(prices))
     return [choice[v] for v in range(len(tables))]
