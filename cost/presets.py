@@ -186,8 +186,8 @@ _PRESETS: dict[str, tuple[Hardware, Network]] = {
         _HOPPER_HOST,
     ),
     # DGX B200 datasheet (nvidia.com/en-us/data-center/dgx-b200) and the architecture's brief; dense rates of one of its
-    # 8 GPUs: bfloat16 2250, TF32 1125, float8 and int8 4500, FP64 37 TFLOP/s; 180 GB at 8 TB/s; NVLink 5 at 900 GB/s
-    # each way, 8 ConnectX-7 at 400 Gbit/s.
+    # 8 GPUs: bfloat16 2250, TF32 1125, float8 and int8 4500, float4 9000, FP64 37 TFLOP/s; 180 GB at 8 TB/s; NVLink 5
+    # at 900 GB/s each way, 8 ConnectX-7 at 400 Gbit/s.
     "b200": (
         _gpu(
             "B200-180GB",
@@ -197,6 +197,7 @@ _PRESETS: dict[str, tuple[Hardware, Network]] = {
                 "bfloat16": 2250 * _TB,
                 "float16": 2250 * _TB,
                 "float8_e4m3fn": 4500 * _TB,
+                "float4_e2m1fn": 9000 * _TB,
                 "int8": 4500 * _TB,
             },
             8000 * _GB,

@@ -1,12 +1,12 @@
-"""What changes numbers, for less time: products in float8, lossy collectives, and what `bilevel` chooses from.
+"""What changes numbers, for less time: products in fewer bits, lossy collectives, and what `bilevel` chooses from.
 
 >>> step = diffshard.search(train_step, mesh, formats=diffshard.formats.Formats(max_loss_increase=0.01))
 >>> plan = diffshard.bilevel(device_loss, mesh, params, batch, max_loss_increase=0.01)
 
-`Formats` asks `search` for products in float8. `bilevel` chooses for each collective a strategy (`Exact`, `Encode` in a
-precision such as `INT8`, `EveryK`, `ErrorFeedback`, `Schedule`, `LastGradient`), by an estimate of what it does to the
-loss (`curvature`, `mixture`, `sampled`). `alternatives` declares approximations of your own; `expert_layer` and
-`windowed_attention` are layers that have some.
+`Formats` asks `search` for products in fewer bits. `bilevel` chooses for each collective a strategy (`Exact`, `Encode`
+in a precision such as `INT8`, `EveryK`, `ErrorFeedback`, `Schedule`, `LastGradient`), by an estimate of what it does to
+the loss. `alternatives` declares approximations of your own; `expert_layer` and `windowed_attention` are layers that
+have some.
 """
 
 from typing import TYPE_CHECKING
@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING
 from diffshard.public_names import lazy_names
 
 if TYPE_CHECKING:
-    from diffshard.bilevel_search.estimators.curvature import curvature as curvature
-    from diffshard.bilevel_search.estimators.mixture import mixture as mixture
-    from diffshard.bilevel_search.estimators.sampled import sampled as sampled
     from diffshard.bilevel_search.plans.pareto import Pareto as Pareto
     from diffshard.bilevel_search.plans.pareto import pareto as pareto
     from diffshard.bilevel_search.proving import CandidatesData as CandidatesData

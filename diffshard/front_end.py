@@ -177,7 +177,8 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
       formats: rounds products to float8, where that gains time, as far as the loss allows: a `Formats`, which says how
         far and has calls of the step to measure it by. Shardings and formats are searched together, and the plan's
         bound holds for all of both. None leaves all numbers as they are. It takes the executor "program", hardware with
-        a rate for float8, and none of `devices`, `remat`, `check`, `cache`, `start`, `objective` and `pipeline`.
+        a rate for float8, and none of `remat`, `check`, `cache`, `start`, `objective` and `pipeline`. With `devices`
+        each shape of the mesh is such a search, which measures anew.
       progress: "terminal" shows the best cost and the bound in one live line on stderr once a search lasts over two
         seconds, but only on a terminal; "none" shows nothing. `plan(..., progress=...)` takes a function instead, but
         not with `pipeline`.
@@ -188,6 +189,20 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
     """
     check_pairs(locals())
     compiler, checks_numbers = checks_of(check)
+    of_both: dict[str, Any] = {  # searches, for shardings and for pipelines
+        "in_shardings": in_shardings,
+        "solver": DEFAULT_SOLVER if solver is None else solver,
+        "time_limit_s": time_limit_s,
+        "key": key,
+        "donate_argnums": positions(donate_argnums),
+        "donate_argnames": argument_names(donate_argnames),
+        "static_argnums": positions(static_argnums),
+        "static_argnames": argument_names(static_argnames),
+        "executor": executor,
+        "start": start,
+        "progress": progress,
+        "checks_numbers": checks_numbers,
+    }
     if pipeline is not None:
         if (mesh is None) == (devices is None):
             given = "neither" if mesh is None else "both"
@@ -201,22 +216,11 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
             with_remat(pipeline, remat),
             None,
             memory_limit_bytes=memory_limit_bytes,
-            donate_argnums=positions(donate_argnums),
-            donate_argnames=argument_names(donate_argnames),
-            in_shardings=in_shardings,
             logical_axis_rules=logical_axis_rules,
-            executor=executor,
-            key=key,
-            solver=DEFAULT_SOLVER if solver is None else solver,
-            time_limit_s=time_limit_s,
-            static_argnums=positions(static_argnums),
-            static_argnames=argument_names(static_argnames),
             cache=None if cache is None else checked_folder(cache),
-            start=start,
-            progress=progress,
             judge=judge,
             judged_by=judged_by,
-            checks_numbers=checks_numbers,
+            **of_both,
         )
         return PipelinedFunction(options, PipelinePlan)
     if isinstance(mesh, Cluster) and devices is None:
@@ -245,26 +249,15 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
             mesh=mesh,
             hardware=priced_for,
             memory_limit_bytes=priced_for.memory_bytes if memory_limit_bytes is None else memory_limit_bytes,
-            in_shardings=in_shardings,
-            solver=DEFAULT_SOLVER if solver is None else solver,
-            time_limit_s=time_limit_s,
-            key=key,
-            donate_argnums=positions(donate_argnums),
-            static_argnums=positions(static_argnums),
-            donate_argnames=argument_names(donate_argnames),
-            static_argnames=argument_names(static_argnames),
-            executor=executor,
             logical_axis_rules=(rules or ()) if candidates is None else (),
             metadata_rules=rules,
-            start=start,  # pyright: ignore[reportArgumentType]  # checked there
-            progress=progress,
             judged_by=judged_by,
-            checks_numbers=checks_numbers,
             candidates=candidates or (),
             names_levels=candidates is not None,
             remat=remat,
             objective=objective,
             formats=formats,
+            **of_both,
         )
     return PlannedFunction(options, functools.partial(plan_of_first_process, find))
 

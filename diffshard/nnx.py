@@ -4,21 +4,27 @@ Of a call's modules the graph is a constant of the plan, and the state is an arg
 """
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
+from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from cost.clusters import Cluster
 from diffshard.front_end import search as search_function
-from diffshard.module_states import ModuleCall, ModuleGraph, run_with_states, split_modules
+from diffshard.module_states import ModuleCall, ModuleGraph, of_states, run_with_states, split_modules
 from diffshard.pipelines.base import Pipeline
 from diffshard.pipelines.pipelined_function import PipelinedFunction
 from diffshard.pipelines.plan import PipelinePlan
+from diffshard.plans.comparison import Comparison
 from diffshard.processes import errors_for_all
 from diffshard.sharding_search.mesh_candidates import mesh_of_all
 from diffshard.sharding_search.options import argument_names
 from diffshard.sharding_search.plan import Plan
+
+if TYPE_CHECKING:
+    from diffshard.elastic.training import Training
 
 PlanT = TypeVar("PlanT", Plan, PipelinePlan)
 _GRAPH = "nnx_graph"
@@ -178,6 +184,98 @@ def apply(
         raise TypeError(f"`plan` must be a Plan, for instance from `Plan.load`, not {type(plan).__name__}.")
     planned = plan.apply(_of_states(fn), mesh, **options)
     return PlannedModuleFunction(fn, planned, planned.options.mesh)
+
+
+def compare(
+    fn: Callable[..., Any], mesh: Mesh | AbstractMesh, *args: Any, plans: Mapping[str, Any], **options: Any
+) -> Comparison:
+    """Compiles plans of `diffshard.nnx.search` for a target, as `diffshard.compare` does for functions of arrays.
+
+    Args:
+      fn: the function of modules that the plans were made for.
+      mesh: as in `diffshard.compare`.
+      *args: as for the function itself; modules may be abstract.
+      plans: as in `diffshard.compare`; shardings are for the modules' states in place of modules.
+      **options: as of `diffshard.compare`.
+
+    Raises:
+      TypeError, ValueError, PlanError, RuntimeError: as `diffshard.compare`.
+    """
+    from diffshard.comparison.compare import compare as compare_functions
+
+    call = split_modules(args, {})
+    return compare_functions(of_states(fn, call.graph), mesh, *call.args, plans=plans, **options)
+
+
+class ModuleTraining:
+    """A training of nnx modules with checkpoints; made by `diffshard.nnx.resume`.
+
+    Attributes:
+      training: of the modules' states, with its `plan`, `num_steps` and `data`.
+    """
+
+    def __init__(self, training: "Training", graph: ModuleGraph):
+        self.training, self._graph = training, graph
+
+    def restore(self) -> tuple[Any, ...]:
+        """Returns the modules to go on from, as `Training.restore` does with states."""
+        states = self.training.restore()
+        return nnx.merge(self._graph.graphdef, nnx.State(dict(enumerate(states))))
+
+    def step(self, modules: Sequence[Any], *args: Any) -> Any:
+        """Makes a step with modules, which it updates in place, and further arguments; returns its result."""
+        call = split_modules(modules, {})
+        return call.update(*self.training.step(call.args, *args))
+
+    def save(self, num_steps: int, modules: Sequence[Any], data: Any = None, *, force: bool = False) -> bool:
+        """Begins a checkpoint of modules; arguments and errors as of `Training.save`."""
+        return self.training.save(num_steps, split_modules(modules, {}).args, data, force=force)
+
+    def __enter__(self) -> "ModuleTraining":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.training.close()
+
+
+def resume(
+    directory: str | os.PathLike[str],
+    fn: Callable[..., Any],
+    mesh: Any,
+    init: Callable[[], Sequence[Any]],
+    *args: Any,
+    **options: Any,
+) -> ModuleTraining:
+    """Goes on with a training of nnx modules where its last checkpoint is, as `diffshard.resume` does with states.
+
+    >>> with diffshard.nnx.resume("checkpoints", train_step, mesh, init, batch_shapes) as training:
+    ...     modules = training.restore()
+    ...     for number in range(training.training.num_steps, 10_000):
+    ...         loss = training.step(modules, batch_of(number))
+    ...         training.save(number + 1, modules)
+
+    Args:
+      directory: as in `diffshard.resume`.
+      fn: a training step of modules, which come first and which it changes, and of other arguments.
+      mesh: as in `diffshard.resume`.
+      init: makes the modules: a tuple of them, such as a model and its optimiser.
+      *args: the other arguments of `fn`: arrays or `jax.ShapeDtypeStruct`.
+      **options: as of `diffshard.resume`.
+
+    Raises:
+      CheckpointError, OSError, ProcessesError, TypeError, ValueError: as `diffshard.resume`.
+    """
+    from diffshard.elastic.resume import resume as resume_states  # imports orbax, which takes a second
+
+    abstract = nnx.eval_shape(lambda: tuple(init()))
+    graph = split_modules(abstract, {}).graph
+
+    def step(states: Sequence[Any], *rest: Any) -> tuple[tuple[Any, ...], Any]:
+        return run_with_states(fn, graph, (*states, *rest), {})
+
+    step.__name__ = step.__qualname__ = getattr(fn, "__name__", "function")
+    states_of = lambda: split_modules(tuple(init()), {}).args  # noqa: E731
+    return ModuleTraining(resume_states(directory, step, mesh, states_of, *args, **options), graph)
 
 
 def _of_states(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ Pipelines are divided by the programme that divides functions into stages, with 
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 import jax
 import numpy as np
@@ -13,13 +14,13 @@ import numpy as np
 from cost.base import Problem
 from cost.evaluation import evaluate
 from cost.number_ranges import Amount, AmountOrInf, AnyNumber, Index
-from diffshard.base import Progress, Proposal, Solver
+from diffshard.base import Proposal, Solver
 from diffshard.pipelines.slowest_stage import least_sum_and_slowest
 from diffshard.pipelines.stage_programme import Submesh
 from diffshard.plans.certificate import Certified, History, check_certificate
 from diffshard.plans.documents import PLACEMENT, RecordFile, Saved
-from diffshard.plans.formats import format_bytes, format_count, format_s
-from diffshard.plans.text_table import format_table
+from diffshard.plans.formats import format_bytes, format_count, format_s, format_table
+from diffshard.solve_options import SolveOptions, checked_solve_options
 from diffshard.solving.presolve.base import identity
 from diffshard.solving.presolve.pipeline import presolve
 from diffshard.solving.solve import solve
@@ -97,10 +98,7 @@ def place(
     num_microbatches: int | None = None,
     layer_bytes: np.ndarray | Sequence | None = None,
     memory_limit_bytes: float | np.ndarray = np.inf,
-    solver: str | Solver | None = None,
-    time_limit_s: float | None = None,
-    key: jax.Array | int | None = None,
-    progress: Progress | None = None,
+    **options: Unpack[SolveOptions],
 ) -> Placement:
     """Places the layers of a chain on devices.
 
@@ -118,17 +116,14 @@ def place(
       num_microbatches: B of a pipeline.
       layer_bytes: `[L]`, what each layer holds.
       memory_limit_bytes: of each device, a number or `[D]`.
-      solver: as in `solve`; None is "gradient" without micro-batches, and for pipelines a dynamic programme that is
-        exact.
-      time_limit_s: as in `solve`.
-      key: as in `solve`.
-      progress: as in `solve`.
+      **options: of the solver; without one it is "gradient" without micro-batches, and for pipelines an exact dynamic
+        programme.
 
     Raises:
       ValueError: sizes that do not fit, negative or NaN numbers, a memory limit without `layer_bytes`, fewer
         layers than stages, micro-batches that are not a positive integer, an unknown solver.
     """
-    start_s = time.perf_counter()
+    start_s, options = time.perf_counter(), checked_solve_options(options)
     space = PlacementSpace(
         layer_times,
         transfer,
@@ -137,16 +132,11 @@ def place(
         memory_limit_bytes=memory_limit_bytes,
     )
     reduce = presolve
-    if solver is None and num_microbatches is not None:
-        solver, reduce = _programme(space, num_microbatches), identity
-    solution = solve(
-        space.problem,
-        solver="gradient" if solver is None else solver,
-        time_limit_s=time_limit_s,
-        key=key,
-        progress=progress,
-        reduce=reduce,
-    )
+    if options.get("solver") is None:
+        options["solver"] = "gradient"
+        if num_microbatches is not None:
+            options["solver"], reduce = _programme(space, num_microbatches), identity
+    solution = solve(space.problem, **options, reduce=reduce)
     placement = space.decode(solution.choice)
     return Placement(
         assignment=tuple(map(int, placement.assignment)),

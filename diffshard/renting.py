@@ -26,9 +26,10 @@ from diffshard.plans.formats import (
     format_count,
     format_percent,
     format_s,
+    format_table,
     short_name,
+    wrapped,
 )
-from diffshard.plans.text_table import format_table, wrapped
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
 

@@ -1,19 +1,17 @@
-"""Do the estimators rank strategies as training does? Their mean slopes beside the measured increases of the loss.
+"""Do predictions rank strategies as training does? Mean slopes beside the measured increases of the loss.
 
 An increase is measured one strategy at a time: all else is exact, training starts anew, and the loss after it is
 compared with the exact training of the same seed, on validation and test text (nothing is selected here). The same of a
 strategy that is only met, after exact training, shows what a prediction for forward strategies stands for. The
-agreement of one half of the seeds with the other says how well any estimator could do.
+agreement of one half of the seeds with the other says how well anything could do.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from scipy import stats
 
-from diffshard.bilevel_search.search import estimator_names
 from experiments import bilevel_training as task
 from experiments.bilevel_searches import Searches
 from experiments.tables import print_table
@@ -55,46 +53,39 @@ def measure_increases(training: task.Training, which: Strategies, seeds: int) ->
     return increases_trained, increases_met
 
 
-def estimate_increases(searches: Searches, estimator: str, which: Strategies, seeds: int) -> np.ndarray:
+def estimate_increases(searches: Searches, which: Strategies, seeds: int) -> np.ndarray:
     """Returns `[seeds, n]` mean slope of each strategy over the exact one's, in nats."""
 
     def slopes(seed: int) -> list[float]:
-        means = [np.asarray(slope, float) for slope in searches.state_after(estimator, seed).slopes]
+        means = [np.asarray(slope, float) for slope in searches.state_after("curvature", seed).slopes]
         over = [slope - slope[exact] for slope, exact in zip(means, searches.space.exact_choice(), strict=True)]
         return [float(over[g][s]) for g, s in zip(which.group, which.strategy, strict=True)]
 
     training = searches.training
-    stem = f"slopes-{training.setting.name}-{estimator}-{training.steps}"
+    stem = f"slopes-{training.setting.name}-curvature-{training.steps}"
     return np.array(
         [task.with_record(training.records, f"{stem}-{seed}", lambda seed=seed: slopes(seed)) for seed in range(seeds)]
     )
 
 
-def main(
-    setting: task.Setting,
-    *,
-    seeds: int,
-    records: Path | None = None,
-    estimators: Sequence[str] = estimator_names(),
-) -> dict[str, np.ndarray]:
-    """Prints both tables; returns what was measured, what met, and what each estimator says, `[seeds, n]` by name."""
+def main(setting: task.Setting, *, seeds: int, records: Path | None = None) -> dict[str, np.ndarray]:
+    """Prints both tables; returns what was measured, what met, and what was predicted, `[seeds, n]` by name."""
     training = task.Training(setting, records)
     searches = Searches(training, "slow")
     which = lossy(training.space)
     increases_trained, increases_met = measure_increases(training, which, seeds)
     increases = {"measured": increases_trained, "met": increases_met}
-    for name in estimators:
-        increases[name] = estimate_increases(searches, name, which, seeds)
+    increases["curvature"] = estimate_increases(searches, which, seeds)
     means = {name: values.mean(axis=0) for name, values in increases.items()}
     spread = increases["measured"].std(axis=0, ddof=1) if seeds > 1 else np.full(len(which.group), np.nan)
     print_table(
         f"{setting.name}: nats that one strategy adds, {setting.steps} steps, {seeds} seeds",
-        ("site", "strategy", "trained with", "met", *estimators),
+        ("site", "strategy", "trained with", "met", "curvature"),
         [
             (
                 training.space.groups[g].name, training.space.strategy_names(g)[s],
                 f"{means['measured'][i]:+.4f} ± {spread[i]:.4f}", f"{means['met'][i]:+.4f}",
-                *(f"{means[name][i]:+.2e}" for name in estimators),
+                f"{means['curvature'][i]:+.2e}",
             )
             for i, (g, s) in enumerate(zip(which.group.tolist(), which.strategy.tolist(), strict=True))
         ],
@@ -103,7 +94,7 @@ def main(
     kinds["all"] = np.ones(len(which.group), bool)
     rows = [
         (name, *(f"{_rank_correlation(means['measured'][mask], means[name][mask]):+.2f}" for mask in kinds.values()))
-        for name in (*estimators, "met")
+        for name in ("curvature", "met")
     ]
     if seeds > 1:
         halves = increases["measured"][::2].mean(axis=0), increases["measured"][1::2].mean(axis=0)

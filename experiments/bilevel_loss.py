@@ -15,7 +15,6 @@ import numpy as np
 from scipy import stats
 
 from cost.evaluation import Evaluator, evaluate
-from diffshard.bilevel_search.search import estimator_names
 from diffshard.solving.solve import solve
 from experiments import bilevel_training as task
 from experiments.bilevel_searches import MARGIN, Run, Searches
@@ -77,7 +76,7 @@ def random_within(space: CommunicationSpace, most_s: float, seed: int) -> Choice
     return slowest[1]
 
 
-def results_at(link: str, training: task.Training, seeds: int, estimators: Sequence[str]) -> list[MethodResult]:
+def results_at(link: str, training: task.Training, seeds: int) -> list[MethodResult]:
     """Runs all methods at one link speed; prints each as it is done."""
     searches, search_steps = Searches(training, link), training.steps
     rows: list[MethodResult] = []
@@ -89,16 +88,11 @@ def results_at(link: str, training: task.Training, seeds: int, estimators: Seque
     for name in training.setting.uniform:
         add(f"uniform {name}", [Run(task.uniform(searches.space, name))] * seeds, 0)
     add("A, loss gradient cut", searches.proposals("cut", 1) * seeds, search_steps)  # no seed changes the cost
-    for name in estimators:
-        proposals = searches.proposals(name, seeds)
-        add(f"A, {name}", proposals, search_steps)
-        if name == "curvature":
-            random_runs = [
-                Run(random_within(searches.space, searches.seconds(run), s)) for s, run in enumerate(proposals)
-            ]
-            add("random, same time", random_runs, 0)
-            shuffled_runs = searches.proposals(f"{name} shuffled", seeds)
-            add(f"A, {name} shuffled", shuffled_runs, search_steps)
+    proposals = searches.proposals("curvature", seeds)
+    add("A, curvature", proposals, search_steps)
+    random_runs = [Run(random_within(searches.space, searches.seconds(run), s)) for s, run in enumerate(proposals)]
+    add("random, same time", random_runs, 0)
+    add("A, curvature shuffled", searches.proposals("curvature shuffled", seeds), search_steps)
     for method, (run, steps) in searches.prove("curvature").items():
         add(f"prove: {method}", [run] * seeds, steps)
     if link == _CONTROLLED:  # how far does training candidates come without what the loss's slopes say of them?
@@ -125,13 +119,12 @@ def main(
     *,
     seeds: int,
     records: Path | None = None,
-    estimators: Sequence[str] = estimator_names(),
 ) -> list[MethodResult]:
     """Prints a table for each link speed; returns their rows."""
     training = task.Training(setting, records)
     rows: list[MethodResult] = []
     for link in links:
-        results = results_at(link, training, seeds, estimators)
+        results = results_at(link, training, seeds)
         exact = [training.losses(seed, results[0].runs[seed].choice).test for seed in range(seeds)]
         title = (
             f"{setting.name}, {link} links ({task.BYTES_PER_S[link] / 1e9:g} GB/s): {setting.steps} steps, {seeds} "

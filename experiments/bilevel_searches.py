@@ -1,7 +1,7 @@
 """Bilevel searches of a space of communication, each with training from the start: proposals, and proofs of them.
 
-Beside the estimators' own there are two controls: slopes of the loss that are shuffled over lossy strategies, and
-slopes that are cut, so that A follows the cost alone.
+Beside those with the slopes that are predicted there are two controls: slopes of the loss that are shuffled over lossy
+strategies, and slopes that are cut, so that A follows the cost alone.
 """
 
 from typing import NamedTuple
@@ -13,8 +13,8 @@ import optax
 
 import diffshard
 from cost.evaluation import evaluate
-from diffshard.bilevel_search.base import BilevelState, Estimator, TrainingProgress
-from diffshard.bilevel_search.search import resolve
+from diffshard.bilevel_search.base import BilevelState, Increase, TrainingProgress
+from diffshard.bilevel_search.curvature import curvature
 from experiments import bilevel_training as task
 from search_spaces.base import Batch, Choice, LossySpace, Params, RelaxedChoice
 from search_spaces.communication.space import CommunicationSpace
@@ -40,9 +40,8 @@ def cut(
     return jnp.zeros(())
 
 
-def shuffled(name: str, where: CommunicationSpace, seed: int) -> Estimator:
+def shuffled(inner: Increase, where: CommunicationSpace, seed: int) -> Increase:
     """Returns an estimator whose slopes over the exact strategy's are exchanged at random among lossy strategies."""
-    inner = resolve(name)
     is_exact = [np.asarray(group.exact) for group in where.groups]
     lossy = np.flatnonzero(~np.concatenate(is_exact))
     order = lossy[np.random.default_rng(seed).permutation(len(lossy))]
@@ -56,22 +55,20 @@ def shuffled(name: str, where: CommunicationSpace, seed: int) -> Estimator:
         key: jax.Array,
         progress: TrainingProgress,
     ) -> jax.Array:
-        value, slopes = jax.value_and_grad(lambda p: inner.increase(space, params, batch, p, key, progress))(
-            list(relaxed)
-        )
+        value, slopes = jax.value_and_grad(lambda p: inner(space, params, batch, p, key, progress))(list(relaxed))
         over = jnp.concatenate([slope - slope[int(row.argmax())] for slope, row in zip(slopes, is_exact, strict=True)])
         exchanged = jnp.split(over.at[lossy].set(over[order]), ends)
         moves = [weights - jax.lax.stop_gradient(weights) for weights in relaxed]
         linear = sum((m @ jax.lax.stop_gradient(s) for m, s in zip(moves, exchanged, strict=True)), jnp.zeros(()))
         return jax.lax.stop_gradient(value) + linear
 
-    return inner._replace(increase=increase)
+    return increase
 
 
 class Searches:
     """Bilevel searches in the space of one link speed, each with training from the start.
 
-    They are named for their estimator, "curvature" say, "curvature shuffled" or "cut".
+    They are named for their slopes: "curvature", "curvature shuffled" or "cut".
     """
 
     def __init__(self, training: task.Training, link: str):
@@ -95,13 +92,9 @@ class Searches:
     def search(self, name: str) -> diffshard.formats.BilevelSearch:
         """Returns a search of the cheapest choice within the margin; made and compiled once."""
         if name not in self._search_of:
-            estimator_name = name.removesuffix(" shuffled")
-            if name == "cut":
-                estimator = cut
-            elif name == estimator_name:
-                estimator = name
-            else:
-                estimator = shuffled(estimator_name, self.space, seed=0)
+            estimator = {
+                "curvature": curvature, "curvature shuffled": shuffled(curvature, self.space, seed=0), "cut": cut
+            }[name]  # fmt: skip
             self._search_of[name] = diffshard.bilevel(
                 None,
                 space=self.space,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from flax import linen as nn
 
 import diffshard
-from diffshard.checks.achievable_rates import achievable_rates
+from diffshard.checks.kernel_work import achievable_rates
 from diffshard.checks.spans import COMPUTE
 from diffshard.checks.timeline import simulate
 from experiments import experts

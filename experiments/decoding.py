@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 
 import diffshard
-from diffshard.checks.achievable_rates import achievable_rates
+from diffshard.checks.kernel_work import achievable_rates
 from diffshard.checks.timeline import simulate
 from experiments.host_devices import AXIS_NAMES, parse_mesh
 from experiments.tables import print_table

@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from cost.presets import preset
 from diffshard.baselines import shardings
-from diffshard.baselines.arguments import describe_arguments
-from diffshard.baselines.base import BaselineMesh
+from diffshard.baselines.base import BaselineMesh, describe_arguments
 from diffshard.sharding_search.call import call_of
 from diffshard.sharding_search.options import Options
 

@@ -67,13 +67,13 @@ class Setting(NamedTuple):
     hardware: Hardware
 
     @classmethod
-    def of(cls, name: str, sizes: str) -> "Setting":
-        """Returns the setting of a model of `MODELS`."""
+    def of(cls, name: str, sizes: str, hardware: str = "h100") -> "Setting":
+        """Returns the setting of a model of `MODELS` on 8 GPUs of a preset."""
         case = MODELS[name]
         small = case.small if sizes == "full" else case.tiny
         mesh = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-        hardware = diffshard.preset("h100", dict(mesh.shape))
-        return cls(case, small, case.make(**small), case.make(**case.wide), mesh, hardware)
+        priced = diffshard.preset(hardware, dict(mesh.shape))
+        return cls(case, small, case.make(**small), case.make(**case.wide), mesh, priced)
 
     def training(self, seed: int, steps: int) -> list[tuple[Any, Any]]:
         """Returns the calls of a training of the small model: its first state and the batches of a seed."""

@@ -1,14 +1,14 @@
 """Number formats chosen by the loss, against rules: training in float8, and the time of compiled programs with it.
 
-    python -m experiments.formats [--model gpt] [--steps 300] [--seeds 2] [--budgets 0.002 0.005 0.02]
+    python -m experiments.formats [--model gpt] [--products float8] [--hardware h100] [--budgets 0.002 0.005 0.02]
     python -m experiments.formats --searches 10 [--model mixer]
     python -m experiments.formats --joint [--model gpt]
     python -m experiments.formats --compile decoder --mesh 2x4
 
-The first trains a small model on one device that emulates float8: exactly, with all products in float8, with all but
-the head's, and with what `search` finds within budgets of the loss. Increases are measured on this model by looks ahead
-and two validation runs, and priced on a model of the same code that is wide enough for its products to pay, on 8
-H100s. The trainings of the table have other seeds and batches. The second repeats the search with other seeds, for the
+The first trains a small model on one device that emulates float8: exactly, with all products in each format, with all
+but the head's, and with what `search` finds within budgets of the loss. Increases are measured on this model by looks
+ahead and two validation runs, and priced on a model of the same code that is wide enough for its products to pay, on 8
+GPUs. The trainings of the table have other seeds and batches. The second repeats the search with other seeds, for the
 calls as for the solver, and compares each plan with the fastest simple rule within the budget. The third holds the
 search for both at once against shardings first and formats afterwards, on slower and faster links and with less memory.
 The last compiles a model of `experiments.timeline_models` for H100s (the extra `gpu-compile`) with no product in float8
@@ -30,7 +30,7 @@ import diffshard
 from cost.base import Hardware
 from cost.lines import Line
 from cost.memory import least_memory
-from diffshard.checks.achievable_rates import achievable_rates
+from diffshard.checks.kernel_work import achievable_rates
 from diffshard.checks.timeline import simulate
 from diffshard.deadline import Deadline
 from diffshard.plans.formats import format_bytes, format_s
@@ -47,7 +47,8 @@ from experiments.models.model import Model, abstract_arguments
 from experiments.tables import print_table
 from experiments.targets import MESHES
 from experiments.timeline_models import CASES
-from search_spaces.sharding.float8_gains import gains_s, in_float8
+from search_spaces.sharding.format_gains import gains_s, in_formats
+from search_spaces.sharding.product_formats import FORMATS
 
 ANY_LOSS = 1e9
 """A limit that no increase reaches."""
@@ -58,17 +59,17 @@ TIGHT = 1.15
 """The memory limit that counts as tight, as a multiple of a bound on what every plan needs."""
 
 
-def groups_of(model: Model, mesh: Any, hardware: Hardware) -> list[ProductGroup]:
-    """Returns the groups of products that may gain in float8."""
+def groups_of(model: Model, mesh: Any, hardware: Hardware, products: Sequence[str] = ("float8",)) -> list[ProductGroup]:
+    """Returns the groups of products that may gain in formats."""
     options = Options(fn=model.step, mesh=mesh, hardware=hardware, memory_limit_bytes=hardware.memory_bytes)
-    return product_groups(space_of(options, trace_function(options, abstract_arguments(model))))
+    return product_groups(space_of(options, trace_function(options, abstract_arguments(model))), products)
 
 
 def without_overheads(mesh: Any) -> Hardware:
-    """Returns H100s on which every product gains by float8, so that a small model runs in it as it is told."""
-    hardware = diffshard.preset("h100", dict(mesh.shape))
+    """Returns B200s on which every product gains by formats, so that a small model runs in them as it is told."""
+    hardware = diffshard.preset("b200", dict(mesh.shape))
     return diffshard.Hardware(
-        "h100 without overheads", hardware.flops_per_s, 1e18, hardware.memory_bytes, {}, kernel_launch_s=0.0
+        "b200 without overheads", hardware.flops_per_s, 1e18, hardware.memory_bytes, {}, kernel_launch_s=0.0
     )
 
 
@@ -81,22 +82,30 @@ def trained(step: Callable[..., Any], calls: Sequence[tuple[Any, Any]]) -> float
     return float(np.mean(losses[-max(1, len(losses) // 5) :]))
 
 
-def training_table(setting: Setting, steps: int, seeds: int, budgets: Sequence[float]) -> None:
+def training_table(setting: Setting, steps: int, seeds: int, budgets: Sequence[float], products: Sequence[str]) -> None:
     """Trains with each rule and with what is found, and prints losses beside predictions."""
     one = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
     free, measures = without_overheads(one), setting.measures(0)
-    names = [group.name for group in groups_of(setting.wide, setting.mesh, setting.hardware)]
-    rules: dict[str, Collection[str]] = {
-        "exact": (),
-        "float8, all": names,
-        "float8, but not the head": [name for name in names if not HEAD.search(name)],
+    groups = groups_of(setting.wide, setting.mesh, setting.hardware, products)
+    rules: dict[str, Collection[str]] = {"exact": ()}
+    for name in products:
+        own = [group.name for group in groups if group.format == name]
+        rules[f"{name}, all"] = own
+        rules[f"{name}, but not the head"] = [group for group in own if not HEAD.search(group)]
+    if len(products) > 1:
+        head = [group for group in rules[f"{products[0]}, all"] if HEAD.search(group)]
+        others = rules[f"{products[-1]}, but not the head"]
+        rules[f"{products[-1]}, the head in {products[0]}"] = [*others, *head]
+    plans = {
+        name: setting.plan(ANY_LOSS, increases=dict.fromkeys(inside, 0.0), products=products)
+        for name, inside in rules.items()
     }
-    plans = {name: setting.plan(ANY_LOSS, increases=dict.fromkeys(inside, 0.0)) for name, inside in rules.items()}
-    plans |= {f"found for {budget}": setting.plan(budget, **measures) for budget in budgets}
+    plans |= {f"found for {budget}": setting.plan(budget, products=products, **measures) for budget in budgets}
     rows, exact = [], []
+    there = {group.name for group in groups_of(setting.small, one, free, products)}  # blocks may not fit small products
     for name, plan in plans.items():
-        rounded = {group.name: 0.0 for group in plan.formats.groups if group.num_float8}
-        run = search(setting.small, one, free, ANY_LOSS, increases=rounded)
+        rounded = {g.name: 0.0 for g in plan.formats.groups if g.num_rounded and g.name in there}
+        run = search(setting.small, one, free, ANY_LOSS, increases=rounded, products=products)
         losses = [trained(run, setting.training(seed, steps)) for seed in range(seeds)]
         exact, measured = exact or losses, plan.formats.measured_increase
         rows.append(
@@ -107,7 +116,7 @@ def training_table(setting: Setting, steps: int, seeds: int, budgets: Sequence[f
         print(*rows[-1], sep="  ", flush=True)
     seed_columns = [f"seed {seed}" for seed in range(seeds)]
     columns = ["products", "groups", "step", "bound", "predicted", "measured", *seed_columns]
-    print_table(f"float8 in a {setting.small.name}: losses after {steps} steps", columns, rows)
+    print_table(f"{setting.small.name} on {setting.hardware.name}: losses after {steps} steps", columns, rows)
     print("exact losses:", *(f"{loss:.4f}" for loss in exact))
 
 
@@ -146,14 +155,14 @@ def joint_table(setting: Setting, budgets: Sequence[float], time_limit_s: float)
         request = PlanRequest(options, traced, space, time.perf_counter())
         exact = fastest_choice(request, Deadline.from_now(time_limit_s))
         groups = [group for group in product_groups(space) if group.name in increases]
-        free = space.with_float8({v.index: 0.0 for group in groups for v in group.vertices})
+        free = space.with_formats({m: 0.0 for group in groups for m in sorted(group.members)})
         of = gains_s(free, exact.choice)
-        gains = np.array([sum(max(0.0, of[v.index]) for v in group.vertices) for group in groups])
+        gains = np.array([sum(max(0.0, of[m]) for m in group.members) for group in groups])
         exact_s, ratios = make_plan(request, exact).step_s, []
         for budget in budgets:
             losses = np.array([increases[group.name] for group in groups])
-            chosen = [v.index for i in best_groups(gains, losses, budget) for v in groups[i].vertices]
-            afterwards = in_float8(free, np.array(exact.choice), [i for i in chosen if of[i] > 0])
+            chosen = [m for i in best_groups(gains, losses, budget) for m in groups[i].members]
+            afterwards = in_formats(free, np.array(exact.choice), [m for m in chosen if of[m] > 0])
             afterwards_s = step_s(free.predict(afterwards.tolist()))
             formats = diffshard.formats.Formats(budget, increases=increases)
             joint = diffshard.search(
@@ -213,6 +222,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", choices=MODELS, default="gpt")
     parser.add_argument("--searches", type=int, default=0, help="with how many seeds to repeat the search instead")
     parser.add_argument("--joint", action="store_true", help="compare with formats that are chosen afterwards instead")
+    parser.add_argument("--products", nargs="+", choices=FORMATS, default=["float8"], help="formats of the first table")
+    parser.add_argument(
+        "--hardware", choices=("h100", "b200"), default="h100", help="that the wide model is priced for"
+    )
     parser.add_argument("--steps", type=int, default=300, help="of each training")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.002, 0.005, 0.02])
@@ -224,13 +237,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.compile:
         compiled_table(options.compile, options.mesh, options.sizes, options.time_limit)
         return 0
-    setting = Setting.of(options.model, options.sizes)
+    setting = Setting.of(options.model, options.sizes, options.hardware)
     if options.searches:
         searches_table(setting, options.searches, options.budgets)
     elif options.joint:
         joint_table(setting, options.budgets, options.time_limit)
     else:
-        training_table(setting, options.steps, options.seeds, options.budgets)
+        training_table(setting, options.steps, options.seeds, options.budgets, options.products)
     return 0
 
 

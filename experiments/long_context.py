@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import diffshard
 from diffshard.baselines.base import DoesNotApplyError
-from diffshard.checks.achievable_rates import achievable_rates
+from diffshard.checks.kernel_work import achievable_rates
 from diffshard.checks.timeline import simulate
 from diffshard.checks.verify import predicted_sent_bytes
 from experiments import experts

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh, AxisType
 
 import diffshard
-from diffshard.checks.achievable_rates import achievable_rates
-from diffshard.checks.gpu_target import gpu_mesh
+from diffshard.checks.kernel_work import achievable_rates
+from diffshard.checks.targets import gpu_mesh
 from diffshard.checks.timeline import simulate
 from diffshard.plans.formats import format_percent
 from experiments.models import mlp, resnet

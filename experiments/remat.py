@@ -1,9 +1,11 @@
 """What is kept from forward to backward under a memory limit, against `jax.checkpoint` on every layer.
 
     python -m experiments.remat [--models gpt mlp] [--shares 0.9 0.7 0.5] [--target h100|host] [--plans remat checked]
+    python -m experiments.remat --models gpt --plans int8 float8
 
 Each model gets less memory than any sharding alone needs. `search(..., remat="search")` then chooses what is computed
-again; with `check="compile"` ("checked") the limit holds for XLA's plan of the memory. Experts put `jax.checkpoint`
+again; with `check="compile"` ("checked") the limit holds for XLA's plan of the memory. Plans called by a format keep
+arrays for the backward pass in it, whatever the loss says, where the limit asks for that. Experts put `jax.checkpoint`
 around each layer, and let the ordinary search split the arrays. All plans are compiled for H100s that need not be there
 (`pip install 'diffshard[gpu-compile]'`). XLA's plan of the memory is set beside the predicted peak, its timeline
 beside the predicted step.
@@ -21,9 +23,10 @@ from jax.sharding import Mesh
 
 import diffshard
 from cost.memory import least_memory
-from diffshard.checks.achievable_rates import achievable_rates
+from diffshard.checks.kernel_work import achievable_rates
 from diffshard.checks.memory_plan import memory_plan
 from diffshard.checks.timeline import simulate
+from diffshard.sharding_search.number_formats import KEPT
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import space_of, trace_function
 from experiments.host_devices import parse_mesh
@@ -31,6 +34,7 @@ from experiments.models import gpt, mlp, scanned_layers, unet
 from experiments.models.model import Model, abstract_arguments
 from experiments.tables import print_table
 from experiments.targets import MESHES
+from search_spaces.sharding.codes import FORMATS
 
 _GPT = partial(gpt.make, batch=64, layers=4, width=512, heads=8, key_value_heads=8, vocabulary=4096, sequence=512)
 MODELS: dict[str, Callable[[], Model]] = {
@@ -91,6 +95,10 @@ def measure(
 ) -> Result:
     """Plans a model's step within a limit and compiles it."""
     remat = "search" if plan_name in ("remat", "checked") else None
+    kept = None
+    if plan_name in FORMATS:
+        any_loss = {f"{KEPT} in {plan_name}": 0.0}
+        kept = diffshard.Formats(1.0, increases=any_loss, products=(), kept=[plan_name])
     step = diffshard.search(
         model.step,
         mesh,
@@ -98,6 +106,7 @@ def measure(
         memory_limit_bytes=limit_bytes,
         donate_argnums=0,
         remat=remat,
+        formats=kept,
         time_limit_s=None if remat else TIME_LIMIT_S,
         check="compile" if plan_name == "checked" else None,
         target=target if plan_name == "checked" else None,
@@ -153,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--shares", nargs="+", type=float, default=[0.9, 0.7, 0.5])
-    parser.add_argument("--plans", nargs="+", choices=("remat", "checked"), default=["remat", "checked"])
+    parser.add_argument("--plans", nargs="+", choices=("remat", "checked", *FORMATS), default=["remat", "checked"])
     parser.add_argument("--mesh", default="8")
     parser.add_argument("--target", choices=MESHES, default="h100")
     args = parser.parse_args(argv)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import diffshard
 from cost.streams import play
-from diffshard.checks.achievable_rates import achievable_rates
+from diffshard.checks.kernel_work import achievable_rates
 from diffshard.checks.spans import COMPUTE
 from diffshard.checks.timeline import simulate
 from diffshard.sharding_search.layout import layout_of

@@ -17,8 +17,8 @@ import optax
 from jax.sharding import AbstractMesh
 
 import diffshard
-from diffshard.checks.achievable_rates import achievable_rates
 from diffshard.checks.collectives import hlo_collectives
+from diffshard.checks.kernel_work import achievable_rates
 from diffshard.checks.timeline import simulate
 from diffshard.checks.verify import predicted_sent_bytes
 from experiments.host_devices import AXIS_NAMES, parse_mesh

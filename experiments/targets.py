@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from jax.sharding import AxisType, Mesh
 
-from diffshard.checks.gpu_target import gpu_mesh
+from diffshard.checks.targets import gpu_mesh
 from experiments.host_devices import AXIS_NAMES, host_mesh
 
 

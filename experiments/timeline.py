@@ -23,9 +23,9 @@ from jax.sharding import Mesh
 import diffshard
 from cost.networks import links_of
 from diffshard.baselines.base import DoesNotApplyError
-from diffshard.checks.achievable_rates import H100_HOST, achievable_rates
-from diffshard.checks.perfetto import write_perfetto
+from diffshard.checks.kernel_work import H100_HOST, achievable_rates
 from diffshard.checks.timeline import Timeline, simulate
+from diffshard.checks.timeline_lanes import write_perfetto
 from diffshard.checks.verify import verify
 from diffshard.plans.timeline import PredictedWait
 from experiments import experts

@@ -23,7 +23,7 @@ from cost.base import Problem
 from cost.quantities import Quantity, WeightedSums
 from cost.streams import play
 from diffshard.base import Solution
-from diffshard.checks.achievable_rates import achievable_rates
+from diffshard.checks.kernel_work import achievable_rates
 from diffshard.checks.timeline import simulate
 from diffshard.plans.base import Executor
 from diffshard.sharding_search.options import Options

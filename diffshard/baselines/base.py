@@ -1,4 +1,13 @@
-"""The vocabulary of experts: what they know about arguments and mesh, what they give, and why they may not apply."""
+"""The vocabulary of baselines: what their rules know of arguments and mesh, what they give, and why they may not apply.
+
+Names, shapes and flax's metadata say which dimension of a parameter Megatron splits: columns of the first of two
+matrices, rows of the second. The product of a column-parallel matrix stays split, and that of the row-parallel one that
+follows is summed over the devices once. Which matrix is which follows from logical axes where flax's metadata name
+them, else from the words that models use, else from shapes. Dimensions are counted from the end, so that layers stacked
+for a scan need no rules.
+
+Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; experts by Lepikhin et al. (arXiv:2006.16668).
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,7 +15,8 @@ from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from diffshard.plans.base import LogicalAxisRules
+from diffshard.plans.base import LogicalAxes, LogicalAxisRules
+from diffshard.sharding_search.call import Call, is_random_key
 
 
 class DoesNotApplyError(ValueError):
@@ -69,3 +79,141 @@ class BaselineShardings(NamedTuple):
 
     specs: tuple[PartitionSpec, ...]
     rules: LogicalAxisRules
+
+
+def describe_arguments(call: Call, is_state: Sequence[bool]) -> list[Argument]:
+    """Returns what experts know about each array of the arguments of a call.
+
+    Args:
+      call: the arguments.
+      is_state: for each array whether it is state.
+    """
+    return [
+        Argument(name, keys, array.shape, state, is_random_key(array), _single_names(axes))
+        for name, keys, array, state, axes in zip(
+            call.paths, call.keys, call.arrays, is_state, call.logical_axes, strict=True
+        )
+    ]
+
+
+def _single_names(axes: LogicalAxes | None) -> tuple[str | None, ...] | None:
+    """Returns a name for each dimension; several mesh axes are none."""
+    return None if axes is None else tuple(name if isinstance(name, str) else None for name in axes)
+
+
+LOGICAL_AXES = {
+    "batch": ("batch", "expert_batch", "activation_batch"),
+    "heads": ("heads", "q_heads", "activation_heads"),
+    "key_value_heads": ("kv_heads", "key_value_heads", "activation_kv_heads"),
+    "hidden": ("mlp", "hidden", "activation_mlp"),
+    "vocabulary": ("vocab", "vocabulary", "activation_vocab"),
+    "experts": ("expert", "experts", "activation_exp"),
+    "sequence": ("sequence", "length", "activation_length"),
+}
+"""What flax models call the dimensions that experts split: those of flax's examples, T5X and MaxText."""
+TENSOR_GROUPS = ("heads", "key_value_heads", "hidden", "vocabulary", "experts")
+"""The groups of logical axes that Megatron splits."""
+
+_COLUMNS = {
+    "heads": ("query", "q", "q_proj", "wq", "to_q", "qkv", "qkv_proj", "c_attn"),
+    "key_value_heads": ("key", "k", "k_proj", "wk", "to_k", "value", "v", "v_proj", "wv", "to_v"),
+    "hidden": (
+        "up", "up_proj", "gate", "gate_proj", "swish", "w1", "w3", "wi", "wi_0", "wi_1", "fc1", "c_fc", "intermediate"
+    ),
+    "vocabulary": ("head", "lm_head", "unembed", "logits"),
+}  # fmt: skip
+_ROWS = {
+    "heads": ("out", "out_proj", "o", "o_proj", "to_out"),
+    "hidden": ("down", "down_proj", "w2", "wo", "fc2", "c_proj"),
+    "vocabulary": ("embed", "embedding", "embeddings", "embed_tokens", "tok_embeddings", "token_embedding", "wte"),
+}
+_COLUMN_OF = {word: group for group, words in _COLUMNS.items() for word in words}
+_ROW_OF = {word: group for group, words in _ROWS.items() for word in words}
+_WEIGHTS = ("kernel", "w", "weight", "weights", "embedding")
+_BIASES = ("bias", "b")
+
+Split = tuple[int, str]
+"""The dimension that is split, counted from the end, and the group of logical axes that it belongs to."""
+
+
+def tensor_splits(
+    arguments: Sequence[Argument], dimensions: Mapping[tuple[str, ...], int | None] | None = None
+) -> list[Split | None]:
+    """Returns for each argument the dimension that Megatron splits, or None for those that every device holds whole.
+
+    Args:
+      arguments: of the function.
+      dimensions: exceptions: dimensions from the end by the last names of a path, None for what stays whole.
+    """
+    query_heads = {
+        argument.names[:-2]: argument.shape[-2:]
+        for argument in arguments
+        if argument.names[-2:-1] and _COLUMN_OF.get(_layer(argument.names)) == "heads" and len(argument.shape) >= 3
+    }
+    splits = [_split(argument, query_heads, dimensions or {}) for argument in arguments]
+    return splits if any(splits) else _by_shape(arguments)
+
+
+def _split(
+    argument: Argument,
+    query_heads: Mapping[tuple[str, ...], tuple[int, ...]],
+    dimensions: Mapping[tuple[str, ...], int | None],
+) -> Split | None:
+    if not argument.is_state or not argument.shape:
+        return None
+    for names, dimension in dimensions.items():
+        if argument.names[-len(names) :] == names:
+            return None if dimension is None else (dimension, "experts" if dimension < -2 else "hidden")
+    if argument.logical_axes is not None:
+        return _by_logical_axes(argument.logical_axes)
+    layer, rank = _layer(argument.names), len(argument.shape)
+    has_heads = rank >= 3 and query_heads.get(argument.names[:-2]) is not None
+    is_bias = bool(argument.names) and argument.names[-1] in _BIASES
+    if group := _COLUMN_OF.get(layer):
+        by_heads = has_heads and group in ("heads", "key_value_heads") and not is_bias
+        return (-2 if by_heads else -1, group) if rank >= 2 or is_bias else None
+    if (group := _ROW_OF.get(layer)) and rank >= 2 and not is_bias:
+        by_heads = has_heads and query_heads[argument.names[:-2]] == argument.shape[-3:-1]
+        return -3 if by_heads and group == "heads" else -2, group
+    return None
+
+
+def _by_logical_axes(logical_axes: Sequence[str | None]) -> Split | None:
+    """Splits the dimension of the first group in order that has one: experts come before what they hold."""
+    for group in ("experts", *TENSOR_GROUPS):
+        for dimension, name in enumerate(logical_axes):
+            if name in LOGICAL_AXES[group]:
+                return dimension - len(logical_axes), group
+    return None
+
+
+def _by_shape(arguments: Sequence[Argument]) -> list[Split | None]:
+    """Splits the longer of a matrix's last dimensions; layers of a list and square matrices are split in turns.
+
+    Optimiser moments must be split as their parameters are, so turns are counted over different names.
+    """
+    turns: dict[tuple[str, tuple[int, ...]], int] = {}
+    splits: list[Split | None] = []
+    for argument in arguments:
+        layer = _layer(argument.names)
+        is_bias = argument.names[-1:] in [(name,) for name in _BIASES]
+        if not argument.is_state or len(argument.shape) < (1 if is_bias and layer.isdigit() else 2):
+            splits.append(None)
+            continue
+        rows, columns = argument.shape[-2:] if len(argument.shape) >= 2 else (1, 1)
+        if layer.isdigit():
+            is_column = int(layer) % 2 == 0
+        elif rows != columns:
+            is_column = columns > rows
+        else:
+            is_column = turns.setdefault((layer, argument.shape), len(turns)) % 2 == 0
+        splits.append((-1, "hidden") if is_column else None if is_bias else (-2, "hidden"))
+    return splits
+
+
+def _layer(names: tuple[str, ...]) -> str:
+    """Returns the word that says what a parameter does: its own name, or its layer's where it is called kernel."""
+    if len(names) < 2 or names[-1] not in (*_WEIGHTS, *_BIASES):
+        return names[-1] if names else ""
+    group_of_word = {**_COLUMN_OF, **_ROW_OF}
+    return names[-1] if names[-1] in group_of_word and names[-2] not in group_of_word else names[-2]

@@ -10,8 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cost.base import Hardware
 from diffshard.base import InfeasibleError, Solver
-from diffshard.baselines.arguments import describe_arguments
-from diffshard.baselines.base import Argument, BaselineMesh, BaselineShardings, DoesNotApplyError
+from diffshard.baselines.base import Argument, BaselineMesh, BaselineShardings, DoesNotApplyError, describe_arguments
 from diffshard.baselines.shardings import EXPERTS
 from diffshard.plans.base import LogicalAxisRules
 from diffshard.plans.file import from_json, to_json

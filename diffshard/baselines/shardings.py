@@ -8,8 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
-from diffshard.baselines.base import Argument, BaselineMesh, BaselineShardings, DoesNotApplyError
-from diffshard.baselines.tensor_parallel import LOGICAL_AXES, TENSOR_GROUPS, Split, tensor_splits
+from diffshard.baselines.base import (
+    LOGICAL_AXES,
+    TENSOR_GROUPS,
+    Argument,
+    BaselineMesh,
+    BaselineShardings,
+    DoesNotApplyError,
+    Split,
+    tensor_splits,
+)
 from diffshard.plans.base import LogicalAxisRules
 
 Expert = Callable[[Sequence[Argument], BaselineMesh, Mapping[tuple[str, ...], int | None]], BaselineShardings]

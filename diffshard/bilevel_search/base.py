@@ -1,4 +1,4 @@
-"""The vocabulary of the bilevel search: its state and metrics, estimators, objectives and predictions.
+"""The vocabulary of the bilevel search: its state and metrics, objectives and predictions.
 
 The records of candidates, proofs and plans are in `plans.base`.
 
@@ -21,7 +21,6 @@ from search_spaces.base import (
     PerStrategy,
     RelaxedChoice,
     Residuals,
-    Selection,
 )
 
 LossFn = Callable[[Params, Batch], jax.Array]
@@ -42,22 +41,8 @@ class TrainingProgress(NamedTuple):
 
 Increase = Callable[[LossySpace, Params, Batch, RelaxedChoice, jax.Array, TrainingProgress], jax.Array]
 """`increase(space, params, batch, relaxed_choice, key, progress)`: by how much the relaxed choice raises the loss over
-the exact choice, a scalar. It is differentiated with respect to `relaxed_choice`, and with `order=2` to `params`."""
-
-
-class Estimator(NamedTuple):
-    """How training runs during the search, and how the loss depends on the relaxed choice.
-
-    Attributes:
-      increase: see `Increase`.
-      selection: what training runs, made of the relaxed choice and a key; None is the exact choice.
-      relaxed_selection: the same as weights that can be differentiated with respect to the relaxed choice, for
-        `order=2`; None where training does not depend on the choice.
-    """
-
-    increase: Increase
-    selection: Callable[[RelaxedChoice, jax.Array], Selection] | None = None
-    relaxed_selection: Callable[[RelaxedChoice, jax.Array], RelaxedChoice] | None = None
+the exact choice, a scalar. It is differentiated with respect to `relaxed_choice`. `params` have been trained with the
+strategies that had the largest weights."""
 
 
 class ObjectiveScales(NamedTuple):
@@ -118,7 +103,7 @@ class BilevelState(NamedTuple):
     Attributes:
       params: θ, trained as they are searched with.
       params_state: of the optimiser of θ.
-      residuals: what the exact choice's strategies carry.
+      residuals: what strategies carry, such as those of error feedback.
       logits: A, V arrays `[S_v]`; the relaxed choice is their softmax.
       choice_state: of the optimiser of A.
       multiplier: of the bound on the loss, 0 without one.
@@ -146,7 +131,7 @@ class BilevelMetrics(NamedTuple):
     """What one step measured; scalars.
 
     Attributes:
-      train_loss: of θ before the step, as training runs under the estimator.
+      train_loss: of θ before the step, with the strategies of largest weight.
       loss_increase: what the relaxed choice adds to the loss of this validation batch, by the estimator; 0 where the
         loss does not depend on the choice. In steps that leave A as it is: by the mean slopes.
       cost_ratio: relaxed cost as a ratio to the exact choice's.

@@ -43,18 +43,16 @@ def as_whole(number: Any) -> int | None:
         return None
 
 
-def checked_steps(order: Any, choice_every: Any) -> tuple[int, int]:
-    """Returns the order of a step and how often the choice takes one, as integers.
+def checked_steps(choice_every: Any) -> int:
+    """Returns how often the choice takes a step, as an integer.
 
     Raises:
-      ValueError: an order that is not 1 or 2, or a number of steps that is not a positive integer.
+      ValueError: it is not a positive integer.
     """
-    whole_order, every = as_whole(order), as_whole(choice_every)
-    if whole_order not in (1, 2):
-        raise ValueError(f"`order` must be 1 or 2, got {order!r}.")
+    every = as_whole(choice_every)
     if every is None or every < 1:
         raise ValueError(f"`choice_every` must be a positive integer, got {choice_every!r}.")
-    return whole_order, every
+    return every
 
 
 # Keys, meshes and optimisers.

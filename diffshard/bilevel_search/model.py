@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import optax
 
 from cost.base import num_strategies
-from diffshard.bilevel_search.base import BilevelState, Estimator, LossFn, TrainingProgress
+from diffshard.bilevel_search.base import BilevelState, Increase, LossFn, TrainingProgress
 from diffshard.bilevel_search.candidates import propose
-from diffshard.bilevel_search.optimizer_derivatives import params_after_step, step_sizes, unrolled_increase
+from diffshard.bilevel_search.optimizer_derivatives import step_sizes
 from diffshard.bilevel_search.plans.base import Proof
 from diffshard.bilevel_search.plans.plan import (
     BilevelPlan,
@@ -40,11 +40,13 @@ from search_spaces.base import (
 )
 from search_spaces.losses import check_is_loss, traced_loss
 
+_HEAD_START = 0.01
+"""By how much the logits of exact strategies begin above others: ten times the noise with which logits begin."""
+
 
 class StepKeys(NamedTuple):
-    """Random keys of one step: of the estimator's draw, of the strategies' noise in training, and of validation."""
+    """Random keys of one step: of the strategies' noise in training, and of validation."""
 
-    draw: jax.Array
     noise: jax.Array
     validation: jax.Array
 
@@ -92,7 +94,6 @@ class Model(Protocol):
         state: BilevelState,
         relaxed_choice: RelaxedChoice,
         gradients: Params,
-        train_batch: Batch,
         val_batch: Batch,
         keys: StepKeys,
     ) -> tuple[jax.Array, PerStrategy]:
@@ -161,12 +162,11 @@ class ExactModel:
         state: BilevelState,
         relaxed_choice: RelaxedChoice,
         gradients: Params,
-        train_batch: Batch,
         val_batch: Batch,
         keys: StepKeys,
     ) -> tuple[jax.Array, PerStrategy]:
         """Returns zeros."""
-        del state, gradients, train_batch, val_batch, keys
+        del state, gradients, val_batch, keys
         return jnp.zeros(()), jax.tree.map(jnp.zeros_like, relaxed_choice)
 
     def plan(self, outcome: Outcome, data: CandidatesData | None) -> BilevelPlan:
@@ -187,17 +187,15 @@ class LossyModel:
       space: its strategies.
       baseline_choice: the exact choice.
       baseline_seconds: the cost of the exact choice.
-      estimator: see `Estimator`.
+      estimator: see `Increase`.
       optimizer: of the parameters.
-      order: 1 looks at the loss at the parameters, 2 at the loss after one step of them.
     """
 
     space: LossySpace
     baseline_choice: Choice
     baseline_seconds: float
-    estimator: Estimator
+    estimator: Increase
     optimizer: optax.GradientTransformation
-    order: int
 
     def check_arguments(self, params: Params, batch: Batch) -> None:
         """See `Model`."""
@@ -212,15 +210,15 @@ class LossyModel:
         return self.space.init_residuals(params)
 
     def init_logits(self) -> PerStrategy:
-        """Returns zeros: uniform weights."""
-        return [jnp.zeros(size) for size in num_strategies(self.space.problem).tolist()]
+        """Returns logits near 0, for uniform weights, of which the exact strategies' are the largest."""
+        sizes = num_strategies(self.space.problem).tolist()
+        return [_HEAD_START * jax.nn.one_hot(s, size) for s, size in zip(self.baseline_choice, sizes, strict=True)]
 
     def train(
         self, state: BilevelState, relaxed_choice: RelaxedChoice, batch: Batch, keys: StepKeys
     ) -> LossAndGradients:
-        """See `Model`."""
-        select = self.estimator.selection
-        selection = self.baseline_choice if select is None else select(relaxed_choice, keys.draw)
+        """Trains with the strategies of largest weight, so that what is chosen changes what is measured."""
+        selection = [weights.argmax() for weights in relaxed_choice]
         return self.space.loss_and_gradients(state.params, batch, selection, state.residuals, keys.noise, state.step)
 
     def increase(
@@ -228,7 +226,6 @@ class LossyModel:
         state: BilevelState,
         relaxed_choice: RelaxedChoice,
         gradients: Params,
-        train_batch: Batch,
         val_batch: Batch,
         keys: StepKeys,
     ) -> tuple[jax.Array, PerStrategy]:
@@ -237,20 +234,10 @@ class LossyModel:
         sizes = step_sizes(self.optimizer, state.params_state, state.params, gradients, sizes_key)
         progress = TrainingProgress(state.step, sizes)
 
-        def increase(params: Params, relaxed_choice: RelaxedChoice) -> jax.Array:
-            return self.estimator.increase(self.space, params, val_batch, relaxed_choice, val_key, progress)
+        def increase(relaxed_choice: RelaxedChoice) -> jax.Array:
+            return self.estimator(self.space, state.params, val_batch, relaxed_choice, val_key, progress)
 
-        relax = self.estimator.relaxed_selection
-        if self.order == 1 or relax is None:
-            return jax.value_and_grad(increase, argnums=1)(state.params, relaxed_choice)
-
-        def train_loss(params: Params, relaxed_choice: RelaxedChoice) -> jax.Array:
-            return self.space.loss(params, train_batch, relax(relaxed_choice, keys.draw), keys.noise, state.step)
-
-        def step(gradients: Params) -> Params:
-            return params_after_step(self.optimizer, state, gradients)[0]
-
-        return unrolled_increase(increase, train_loss, step, state.params, relaxed_choice, gradients)
+        return jax.value_and_grad(increase)(relaxed_choice)
 
     def plan(self, outcome: Outcome, data: CandidatesData | None) -> BilevelPlan:
         """Returns the plan of the search's proposal, or with data the plan of the candidate that trained best."""

@@ -1,10 +1,5 @@
-"""Derivatives through the optimiser of the parameters, which know how a step of it reacts to a change of the gradient.
+"""How far a unit of each gradient moves its parameter: derivatives through the optimiser of the parameters."""
 
-Two things need them: how far a unit of each gradient moves its parameter, and the step of order 2, which looks at the
-loss after one step of the parameters.
-"""
-
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from diffshard.bilevel_search.base import BilevelState
-from search_spaces.base import Params, PerStrategy, RelaxedChoice
+from search_spaces.base import Params
 
 _NUM_STEPS = 8
 """Steps of the optimiser that are followed; momentum of 0.9 has shown more than half of an impulse by then."""
@@ -74,44 +69,3 @@ def step_sizes(
         return jnp.where((slope > 0).mean() > 0.5, slope, by_steps)
 
     return jax.tree.map(size, gradients, signs, total, along)
-
-
-def unrolled_increase(
-    increase: Callable[[Params, RelaxedChoice], jax.Array],
-    train_loss: Callable[[Params, RelaxedChoice], jax.Array],
-    step: Callable[[Params], Params],
-    params: Params,
-    relaxed_choice: RelaxedChoice,
-    gradients: Params,
-) -> tuple[jax.Array, PerStrategy]:
-    """Returns the increase after the step that θ is about to take, and its slope in the relaxed choice through it.
-
-    With θ' = step(g(θ, p)), g = ∇θ L_train, the slope is ∂p L_val(θ', p) + ∂p ⟨g(θ, p), u⟩, u = (∂step/∂g)ᵀ ∇θ' L_val.
-    For gradient descent u = -ξ ∇θ' L_val. The second term is a difference of two slopes of the training loss, taken at
-    θ + εu and θ - εu.
-
-    Source: Liu, Simonyan and Yang, "DARTS" (ICLR 2019), equations 7 and 8, ε = 0.01 / |u|; here for any optimiser.
-
-    Args:
-      increase: of parameters and the relaxed choice.
-      train_loss: of parameters and the relaxed choice, whose gradient in the parameters is `gradients` at `params`.
-      step: new parameters of gradients.
-      params: θ.
-      relaxed_choice: p.
-      gradients: g(θ, p).
-    """
-    next_params, pull_back = jax.vjp(step, gradients)
-    value, (params_slope, slope) = jax.value_and_grad(increase, argnums=(0, 1))(next_params, relaxed_choice)
-    (direction,) = pull_back(params_slope)
-    # The root in adam-like optimisers has no derivative where a gradient is exactly 0.
-    direction = jax.tree.map(lambda u: jnp.where(jnp.isfinite(u), u, 0.0), direction)
-    norm = optax.tree.norm(direction)
-    size = 0.01 / jnp.where(norm > 0, norm, 1.0)
-    train_slope = jax.grad(train_loss, argnums=1)
-    above = train_slope(_shifted_params(params, size, direction), relaxed_choice)
-    below = train_slope(_shifted_params(params, -size, direction), relaxed_choice)
-    return value, jax.tree.map(lambda s, a, b: s + (a - b) / (2 * size), slope, above, below)
-
-
-def _shifted_params(params: Params, size: jax.Array, direction: Params) -> Params:
-    return jax.tree.map(lambda p, u: p + (size * u).astype(p.dtype), params, direction)

@@ -1,10 +1,5 @@
-"""The entry `bilevel`: one jitted step trains the parameters and updates the choice.
+"""The entry `bilevel`: one jitted step trains the parameters and updates the choice."""
 
-Estimators are found by name: each file of the folder `estimators` is one, and its name is the file's.
-"""
-
-import importlib
-import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +9,9 @@ import numpy as np
 import optax
 
 from cost.base import Problem, num_strategies
-from diffshard.bilevel_search import estimators, inputs
-from diffshard.bilevel_search.base import BilevelMetrics, BilevelState, Estimator, Increase, LossFn
+from diffshard.bilevel_search import inputs
+from diffshard.bilevel_search.base import BilevelMetrics, BilevelState, Increase, LossFn
+from diffshard.bilevel_search.curvature import curvature
 from diffshard.bilevel_search.inputs import Mesh
 from diffshard.bilevel_search.objective import objective_of
 from diffshard.bilevel_search.plans.base import Proof
@@ -39,8 +35,7 @@ def bilevel(
     choice_optimizer: optax.GradientTransformation | None = None,
     max_loss_increase: float | None = None,
     cost_weight: float | Callable[[jax.Array], jax.Array] | None = None,
-    estimator: str | Estimator | Increase = "curvature",
-    order: int = 1,
+    estimator: Increase = curvature,
     choice_every: int = CHOICE_EVERY,
 ) -> "BilevelSearch":
     """Searches strategies that change the loss as well as the cost, while the model trains.
@@ -67,30 +62,23 @@ def bilevel(
         units of the loss. This and `cost_weight` also say that the loss depends on the choice: with either, `space`
         must be a `LossySpace`; without both, it must not have a loss of its own.
       cost_weight: or instead: units of loss that the exact choice's whole cost is worth; a number or a schedule.
-      estimator: "curvature", "mixture", "sampled"; one with options, as
-        `diffshard.formats.sampled(temperature=0.5)`; or a function that follows
-        `diffshard.bilevel_search.base.Increase`.
-      order: 2 lets A see what forward strategies do to training, through one step of θ, for two more gradients.
-        Strategies of backward and gradient collectives do not show in it; `curvature` and `prove` see those.
+      estimator: predicts by how much the relaxed choice raises the validation loss: a function that follows
+        `diffshard.bilevel_search.base.Increase`. The default is good at ranking; `prove` tells the size.
       choice_every: how many steps of θ there are to one of A, which comes with the first of them; looking at the
         choice costs several training steps, so that 1 is several times slower than training.
 
     Raises:
-      ValueError: an unknown estimator, an order that is not 1 or 2, an order of 2
-        where training does not depend on the choice, both or neither of `max_loss_increase` and `cost_weight`, one of
+      ValueError: an estimator that is no function, both or neither of `max_loss_increase` and `cost_weight`, one of
         them where they have no effect, numbers out of range, or a space without anything to choose.
     """
-    order, choice_every = inputs.checked_steps(order, choice_every)
+    choice_every = inputs.checked_steps(choice_every)
     choice_optimizer = optax.adam(1e-2) if choice_optimizer is None else choice_optimizer
     inputs.check_optimizer("weights_optimizer", weights_optimizer)
     inputs.check_optimizer("choice_optimizer", choice_optimizer)
     inputs.check_mesh(mesh)
-    resolved_estimator = resolve(estimator)
-    if order == 2 and resolved_estimator.relaxed_selection is None:
-        raise ValueError(
-            f"`order` 2 needs an estimator under which training depends on the choice (mixture, sampled); "
-            f"with {estimator!r} it does not. Take order 1."
-        )
+    if not callable(estimator):
+        where = "diffshard.bilevel_search.base.Increase"
+        raise ValueError(f"`estimator` must be a function that follows `{where}`; got {estimator!r}.")
     objective = objective_of(max_loss_increase, cost_weight)
     if as_space_fn(space) is not None and (loss_fn is None or mesh is None):
         raise ValueError("`space` is a function that makes a space, which needs `loss_fn` and `mesh`; got None.")
@@ -99,33 +87,10 @@ def bilevel(
         weights_optimizer=weights_optimizer,
         choice_optimizer=choice_optimizer,
         objective=objective,
-        estimator=resolved_estimator,
-        order=order,
+        estimator=estimator,
         choice_every=choice_every,
     )
     return BilevelSearch(settings, mesh, space)
-
-
-def estimator_names() -> tuple[str, ...]:
-    """Returns the names of all estimators, in alphabetical order."""
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(estimators.__path__)))
-
-
-def resolve(estimator: str | Estimator | Increase) -> Estimator:
-    """Returns the estimator of a name or of a function; with a function, training runs the exact choice.
-
-    Raises:
-      ValueError: no estimator has this name.
-    """
-    if isinstance(estimator, Estimator):
-        return estimator
-    if callable(estimator):
-        return Estimator(estimator)
-    names = estimator_names()
-    if not isinstance(estimator, str) or estimator not in names:
-        raise ValueError(f"`estimator` must be one of {', '.join(names)}, or a function; got {estimator!r}.")
-    make: Callable[[], Estimator] = importlib.import_module(f"{estimators.__name__}.{estimator}").EXAMPLE
-    return make()
 
 
 class BilevelSearch:
@@ -226,8 +191,7 @@ class BilevelSearch:
 
         Under a bound on the loss the choice is the cheapest one of predicted increase within it among two: the largest
         weights, and the solver's answer to the cost with mean slopes as a budget; if neither is within it, the exact
-        choice. Predictions are linear in the relaxed choice: good for `curvature`, which is linear itself, and rough
-        for `mixture` and `sampled`, which training (`candidates_data`) should decide.
+        choice. Training (`candidates_data`) should decide how large the increase is.
 
         Args:
           state: after some `update`s.

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from cost.base import Problem
-from diffshard.bilevel_search.base import BilevelMetrics, BilevelState, Estimator, LossFn, Objective
+from diffshard.bilevel_search.base import BilevelMetrics, BilevelState, Increase, LossFn, Objective
 from diffshard.bilevel_search.inputs import Mesh
 from diffshard.bilevel_search.model import ExactModel, LossyModel, Model, StepKeys
 from diffshard.bilevel_search.objective import CostWeight
@@ -42,8 +42,7 @@ class Settings:
     weights_optimizer: optax.GradientTransformation
     choice_optimizer: optax.GradientTransformation
     objective: Objective | None
-    estimator: Estimator
-    order: int
+    estimator: Increase
     choice_every: int
 
 
@@ -89,17 +88,15 @@ class Step:
     ) -> tuple[BilevelState, BilevelMetrics]:
         """Returns the state after the step, or the one before it where a number is not finite."""
         self.model.check_arguments(state.params, train_batch)
-        key, run_key, val_key = jax.random.split(state.key, 3)
-        draw_key, noise_key = jax.random.split(run_key)
-        keys = StepKeys(draw_key, noise_key, val_key)
+        key, noise_key, val_key = jax.random.split(state.key, 3)
+        keys = StepKeys(noise_key, val_key)
         relaxed_choice = softmax_choice(self.problem, state.logits)
         training_result = self.model.train(state, relaxed_choice, train_batch, keys)
         params, params_state = params_after_step(self.settings.weights_optimizer, state, training_result.gradients)
         cost, cost_slopes = jax.value_and_grad(self._cost_ratio)(relaxed_choice)
 
         def choose() -> tuple[_ChoiceState, _ChoiceMetrics]:
-            batches = train_batch, val_batch
-            value, slopes = self.model.increase(state, relaxed_choice, training_result.gradients, *batches, keys)
+            value, slopes = self.model.increase(state, relaxed_choice, training_result.gradients, val_batch, keys)
             return self._choose(state, relaxed_choice, value, slopes, cost_slopes)
 
         next_choice, choice_metrics = self._choose_or_wait(state, relaxed_choice, choose)
@@ -221,7 +218,6 @@ def step_in(space: SearchSpace[Any] | Problem, settings: Settings, mesh: Mesh | 
         baseline_seconds=exact_cost(lossy.problem, exact),
         estimator=settings.estimator,
         optimizer=settings.weights_optimizer,
-        order=settings.order,
     )
     return Step(settings, model, settings.objective)
 

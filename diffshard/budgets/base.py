@@ -15,9 +15,16 @@ from diffshard.base import PlanError
 from diffshard.plans.certificate import Certified, History, check_certificate
 from diffshard.plans.documents import BUDGET, RecordFile, Saved
 from diffshard.plans.file import from_json, to_json
-from diffshard.plans.formats import format_bytes, format_devices, format_percent, format_s, short_name
+from diffshard.plans.formats import (
+    format_bytes,
+    format_devices,
+    format_percent,
+    format_s,
+    format_table,
+    short_name,
+    wrapped,
+)
 from diffshard.plans.json_values import from_json_values
-from diffshard.plans.text_table import format_table, wrapped
 from diffshard.resharding.moves import Move
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction

@@ -4,10 +4,10 @@
   collectives of a compiled program in its text, which `hlo.py` parses; `explicit_collectives.py` finds those that
   Shardy's partitioner needs. Both return the records of `collective_records.py`. `memory_plan.py` reads XLA's plan of
   memory.
-- Compilers: `gpu_target.py` has GPUs that need not be there, `targets.py` everything that can be compiled for, with the
-  rates of timelines. `compilation.py` compiles steps in processes of their own, each of which is `compile_process.py`.
+- Compilers: `targets.py` has everything that can be compiled for, also GPUs that need not be there, with the rates of
+  timelines. `compilation.py` compiles steps in processes of their own, each of which is `compile_process.py`.
 - Time: `timeline.py` plays a compiled GPU program back: when each kernel and each collective runs, by the work that
-  `kernel_work.py` counts and the rates of `achievable_rates.py`. It consists of the spans of `spans.py`, which
-  `perfetto.py` writes as a trace.
+  `kernel_work.py` counts, and its rates. It consists of the spans of `spans.py`; `timeline_lanes.py` draws them, and
+  writes them as a trace.
 - Results: `equal_results.py` runs a function with and without its plan.
 """

@@ -6,7 +6,7 @@ begins once its links are free, and the stream waits at the matching done until 
 holds the stream. All devices run the same program, so one device tells the time of all.
 
 Not modelled: collectives slow the kernels that run beside them a little, devices are not equally fast, and XLA may run
-collectives on different links one after the other. Rates are those of `diffshard.checks.achievable_rates`.
+collectives on different links one after the other. Rates are those of `diffshard.checks.kernel_work`.
 """
 
 import math
@@ -15,10 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cost.compute import work_s
-from diffshard.checks.achievable_rates import HOST_MEMORY, AchievableRates
 from diffshard.checks.collectives import collective_record, device_groups, kind_of
 from diffshard.checks.hlo import Computation, Instruction, Module, parse, parts_of_tuple
-from diffshard.checks.kernel_work import custom_call_target, kernel_work, num_bytes_of
+from diffshard.checks.kernel_work import HOST_MEMORY, AchievableRates, custom_call_target, kernel_work, num_bytes_of
 from diffshard.checks.spans import COMPUTE, Repetition, Span
 
 # The most trips of a loop that are played one by one; those after them are copies of the last one. Most loops are

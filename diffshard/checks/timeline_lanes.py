@@ -1,15 +1,21 @@
-"""Timelines as lanes that are small enough to save with a plan and coarse enough to see.
+"""Timelines as lanes that are small enough to save with a plan, and as traces for a browser.
 
-A timeline has thousands of kernels. Neighbours of one layer and pass, or of one kind of collective, are joined where
-the pause between them is shorter than what a drawing shows.
+A timeline has thousands of kernels. Lanes are coarse enough to see: neighbours of one layer and pass, or of one kind of
+collective, are joined where the pause between them is shorter than what a drawing shows. Traces have every kernel;
+ui.perfetto.dev and chrome://tracing open them.
+
+Source: Chrome's Trace Event Format, complete events ("X") with times in microseconds.
 """
 
+import json
 from collections.abc import Iterable
+from os import PathLike
 
 from diffshard.checks.spans import COMPUTE, Span, unroll
 from diffshard.checks.timeline import Timeline
+from diffshard.files import write_whole
 from diffshard.plans.lanes import Lane, LaneBar
-from diffshard.plans.layer_passes import pass_of_scope
+from diffshard.plans.layer_flows import pass_of_scope
 
 RESOLUTION = 1 / 1000
 """The shortest pause that is kept, as a share of the step: about a pixel of a page."""
@@ -72,3 +78,21 @@ def _join(bars: Iterable[LaneBar], shortest_s: float) -> list[LaneBar]:
 
 def _round_times(bar: LaneBar) -> LaneBar:
     return LaneBar(bar.label, bar.kind, round(bar.start_s, _DIGITS), round(bar.end_s, _DIGITS), bar.count)
+
+
+def write_perfetto(timeline: Timeline, path: str | PathLike[str]) -> None:
+    """Writes a trace, one row for each resource, with every trip of a loop.
+
+    Raises:
+      OSError: the file cannot be written; what was there is as it was.
+    """
+    rows = {resource: row for row, resource in enumerate(dict.fromkeys([COMPUTE, *sorted(timeline.busy_s)]))}
+    events: list[dict[str, object]] = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": resource}}
+        for resource, row in rows.items()
+    ]
+    for span in unroll(timeline.spans):
+        times = {"ts": 1e6 * span.start_s, "dur": 1e6 * (span.end_s - span.start_s)}
+        place = {"ph": "X", "pid": 0, "tid": rows[span.resource]}
+        events.append({"name": span.name, **place, **times, "args": {"op_name": span.source}})
+    write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

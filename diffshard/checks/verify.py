@@ -3,7 +3,7 @@
 Three sources tell what one step communicates: the prediction by which the plan was chosen, Shardy's partitioner (takes
 milliseconds), and the program that XLA compiles (takes seconds). XLA's CPU backend writes a reduce-scatter as an
 all-reduce and slices, which count as the reduce-scatter. It also reduces bfloat16 in float32 and plans memory in
-another way than on GPUs: to judge these, compile for a GPU mesh (`diffshard.checks.gpu_target`).
+another way than on GPUs: to judge these, compile for a GPU mesh (`diffshard.checks.targets`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -9,11 +9,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from cost.base import Hardware
-from diffshard.command.arguments import UsageError, check_writable
-from diffshard.command.terminal import writing
+from diffshard.command.arguments import UsageError, check_writable, writing
 from diffshard.hardware import calibrate, save_hardware
-from diffshard.plans.formats import format_bytes, format_s
-from diffshard.plans.text_table import format_table
+from diffshard.plans.formats import format_bytes, format_s, format_table
 
 
 def measure_hardware(options: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from cost.presets import PRESET_NAMES
 from diffshard.base import InfeasibleError, PlanError, printable
 from diffshard.checks.targets import TARGETS
 from diffshard.command.arguments import (
+    FailedError,
     UsageError,
     arguments,
     axis_rules,
@@ -29,9 +30,8 @@ from diffshard.command.calibrate_command import measure_hardware
 from diffshard.command.pipeline_options import add_cluster_options, add_pipeline_options
 from diffshard.command.plan_commands import compare_plans, diff_plans, search_plan, show_plan
 from diffshard.command.solve_command import solve_instance
-from diffshard.command.terminal import FailedError
 from diffshard.plans.base import Executor
-from diffshard.plans.text_table import TEXT_WIDTH
+from diffshard.plans.formats import TEXT_WIDTH
 from diffshard.sharding_search.options import Remat
 from diffshard.solving.solve import solver_names
 

@@ -1,31 +1,35 @@
-"""Commands on plans: they are searched, shown, set beside each other, and written as JSON or as a page."""
+"""Commands on plans: they are searched, shown, run once, set beside each other, and written as JSON or as a page."""
 
 import argparse
 import inspect
+import math
 import os
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.base import Hardware
+from cost.clusters import Cluster
 from cost.presets import preset
-from diffshard.base import InfeasibleError, PlanError
+from diffshard.base import InfeasibleError, NumbersError, PlanError
 from diffshard.bilevel_search.plans import file as bilevel_file
 from diffshard.bilevel_search.plans.plan import BilevelPlan
 from diffshard.command.arguments import (
+    FailedError,
     UsageError,
     check_needs_nothing,
     check_solver,
     check_writable,
     named_function,
     named_value,
+    show_progress,
+    writing,
 )
 from diffshard.command.pipeline_options import cluster_of, pipeline_of
-from diffshard.command.running_once import arrays_of, make_devices, run_once
-from diffshard.command.terminal import FailedError, show_progress, writing
 from diffshard.comparison.checked_search import Check
 from diffshard.comparison.compare import compare
 from diffshard.files import write_whole
@@ -39,6 +43,51 @@ from diffshard.plans.documents import BILEVEL, PIPELINE, kind_of, read
 from diffshard.plans.formats import format_s
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
+
+_DEVICES_FLAG = "xla_force_host_platform_device_count"
+
+
+def make_devices(options: argparse.Namespace, cluster: Cluster | None) -> None:
+    """Sees to it that this process has as many devices as the plan will be for, before JAX makes any."""
+    num_devices = options.devices if cluster is None else cluster.num_devices
+    if options.mesh:
+        num_devices = math.prod(options.mesh.values())
+    if "JAX_PLATFORMS" not in os.environ and _DEVICES_FLAG not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", num_devices)
+
+
+def arrays_of(make: Callable[[], Any]) -> tuple[Any, ...]:
+    """Returns the arguments of the step, as the function of `--args` makes them.
+
+    Raises:
+      UsageError: they are shapes, not arrays.
+    """
+    made = make()
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(made)):
+        raise UsageError("--check numbers runs the function, so that --args has to return arrays, not shapes")
+    return tuple(made) if type(made) in (tuple, list) else (made,)
+
+
+def run_once(plan: Plan, function: Callable[..., Any], args: Sequence[Any]) -> None:
+    """Runs a plan once, and says that the results are right.
+
+    Raises:
+      FailedError: they are not, or there are too few devices.
+    """
+    num_devices = math.prod(plan.mesh_axes.values())
+    devices = jax.devices()
+    if len(devices) < num_devices:
+        raise FailedError(
+            f"--check numbers needs {num_devices} devices, and there are {len(devices)}. For host devices set "
+            f"JAX_PLATFORMS=cpu XLA_FLAGS=--{_DEVICES_FLAG}={num_devices}."
+        )
+    grid = np.array(devices[:num_devices]).reshape(tuple(plan.mesh_axes.values()))
+    mesh = Mesh(grid, tuple(plan.mesh_axes), axis_types=(AxisType.Auto,) * grid.ndim)
+    try:
+        plan.apply(function, mesh, check="numbers")(*args)
+    except NumbersError as error:
+        raise FailedError(str(error)) from None
+    print(f"numbers  right: by {plan.executor} the first call gives what another run gives, but for rounding")
 
 
 def search_plan(options: argparse.Namespace) -> int:

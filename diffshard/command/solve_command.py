@@ -11,8 +11,7 @@ from typing import Any
 
 from cost.base import Problem
 from diffshard.base import Solution
-from diffshard.command.arguments import UsageError, check_solver, check_writable
-from diffshard.command.terminal import FailedError, show_progress
+from diffshard.command.arguments import FailedError, UsageError, check_solver, check_writable, show_progress
 from diffshard.files import write_whole
 from diffshard.solving import contest
 from diffshard.solving.solve import solve

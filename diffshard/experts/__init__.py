@@ -6,9 +6,9 @@
 
 `group_experts` is in `grouping.py`, `assign_experts` in `assignment.py`.
 
-`merging.py` is the published heuristic, `subsets.py` finds the best groups of a few workers. For more, `candidates.py`
-makes the groups that the solver chooses from, and `bounds.py` says what no division is faster than. `plans.py` has the
-results and `arguments.py` the checks of what users give.
+`divisions.py` has the published heuristic, and finds the best groups of a few workers. For more, `candidates.py` makes
+the groups that the solver chooses from, and says what no division is faster than. `plans.py` has the results and
+`arguments.py` the checks of what users give.
 
 `layout.py` puts the experts of a plan on a mesh. `layer_program.py` is the layer that runs there, `exchanges.py` what
 its devices send each other, and `expert_moves.py` how experts change their device.
@@ -20,11 +20,11 @@ from diffshard.public_names import lazy_names
 
 if TYPE_CHECKING:
     from diffshard.experts.assignment import assign_experts as assign_experts
+    from diffshard.experts.expert_moves import ExpertLoads as ExpertLoads
     from diffshard.experts.grouping import group_experts as group_experts
     from diffshard.experts.grouping import reassign_experts as reassign_experts
     from diffshard.experts.layer_program import RoutedTokens as RoutedTokens
     from diffshard.experts.layout import ExpertLayout as ExpertLayout
-    from diffshard.experts.loads import ExpertLoads as ExpertLoads
     from diffshard.experts.plans import ExpertAssignment as ExpertAssignment
     from diffshard.experts.plans import GroupPlan as GroupPlan
 

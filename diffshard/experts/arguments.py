@@ -6,22 +6,11 @@ from typing import Any
 import numpy as np
 
 from cost.expert_groups import ExpertStep, ExpertWorkers
-from cost.real_numbers import is_positive, real_number, whole_number
+from cost.real_numbers import real_number, whole_number
 from diffshard.base import InfeasibleError
-from diffshard.solving.solve import check_key, resolve
 
 _LONGEST_S = 1e100
 """More than any real plan takes, and little enough that squares and sums of times do not overflow."""
-
-
-def check_solving(solver: Any, time_limit_s: Any, key: Any, progress: Any) -> None:
-    """Raises `ValueError` where arguments of `solve` break their rules, also where no solver will be asked."""
-    resolve("gradient" if solver is None else solver)
-    check_key(key)
-    if time_limit_s is not None and not is_positive(time_limit_s):
-        raise ValueError(f"`time_limit_s` must be positive or None, got {time_limit_s!r}.")
-    if progress is not None and not callable(progress):
-        raise ValueError(f"`progress` must be a function that is called at each improvement or None, not {progress!r}.")
 
 
 def checked_workers(flops_per_s: Any, capacity: Any, latency_s: Any, s_per_byte: Any) -> ExpertWorkers:

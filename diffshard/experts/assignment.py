@@ -6,23 +6,23 @@ Letters for sizes: X experts, W workers.
 import functools
 import time
 from collections.abc import Sequence
+from typing import Unpack
 
-import jax
 import numpy as np
 import scipy.sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from diffshard.base import OPTIMAL_GAP, Progress, Solver
+from diffshard.base import OPTIMAL_GAP
 from diffshard.experts.arguments import (
     check_room,
     check_scale,
-    check_solving,
     checked_capacity,
     checked_speeds,
     checked_works,
 )
 from diffshard.experts.plans import ExpertAssignment, status_of
 from diffshard.plans.certificate import relative_gap
+from diffshard.solve_options import SolveOptions, checked_solve_options
 from diffshard.solving.phases.balancing import Balancing
 from diffshard.solving.solve import solve
 from diffshard.solving.solvers import gradient
@@ -43,11 +43,7 @@ def assign_experts(
     expert_flops: Sequence[float] | np.ndarray,
     flops_per_s: Sequence[float] | np.ndarray,
     capacity: int | Sequence[int] | np.ndarray,
-    *,
-    solver: str | Solver | None = None,
-    time_limit_s: float | None = None,
-    key: jax.Array | int | None = None,
-    progress: Progress | None = None,
+    **options: Unpack[SolveOptions],
 ) -> ExpertAssignment:
     """Assigns experts to the workers of a group, so that the worker that computes longest ends as early as it can.
 
@@ -59,10 +55,7 @@ def assign_experts(
       expert_flops: the work of each expert, `[X]`.
       flops_per_s: the speed of each worker, `[W]`.
       capacity: experts that a worker has room for: one whole number, or `[W]`.
-      solver: as in `solve`; None levels the workers by "gradient" and asks HiGHS for a proof where that is cheap.
-      time_limit_s: of the solver, as in `solve`.
-      key: as in `solve`.
-      progress: as in `solve`.
+      **options: of the solver; without one "gradient" levels the workers, and HiGHS proves where that is cheap.
 
     Returns:
       The assignment, which is never slower than that of `greedy_assignment`, and a lower bound.
@@ -76,7 +69,7 @@ def assign_experts(
     check_scale(works, speeds)
     room = checked_capacity(capacity, len(speeds))
     check_room(len(works), room)
-    check_solving(solver, time_limit_s, key, progress)
+    solver = (options := checked_solve_options(options)).get("solver")
     space = ExpertAssignmentSpace(works.tolist(), speeds.tolist(), room.tolist())
     bound_s = assignment_bound_s(works, speeds, room)
     greedy = greedy_assignment(works, speeds, room)
@@ -86,14 +79,7 @@ def assign_experts(
         bound_s = _makespan(space, best)
     ended, history = "finished", ()
     if solver is not None or relative_gap(_makespan(space, best), bound_s) > OPTIMAL_GAP:
-        solution = solve(
-            space.problem,
-            solver=LEVELLING if solver is None else solver,
-            time_limit_s=time_limit_s,
-            key=key,
-            progress=progress,
-            start=best,
-        )
+        solution = solve(space.problem, **{**options, "solver": LEVELLING if solver is None else solver}, start=best)
         ended, history = solution.status, solution.history
         if solution.feasible:
             best = min(best, np.asarray(solution.choice), key=lambda choice: _makespan(space, choice))

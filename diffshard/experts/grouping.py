@@ -6,8 +6,8 @@ Letters for sizes: W workers, X experts, G groups.
 import dataclasses
 import time
 from collections.abc import Sequence
+from typing import Unpack
 
-import jax
 import numpy as np
 
 from cost.expert_groups import (
@@ -18,12 +18,11 @@ from cost.expert_groups import (
     computing_s,
     exchanging_s,
 )
-from diffshard.base import OPTIMAL_GAP, Progress, Solver
+from diffshard.base import OPTIMAL_GAP
 from diffshard.deadline import Deadline
 from diffshard.experts.arguments import (
     check_room,
     check_scale,
-    check_solving,
     checked_capacity,
     checked_speeds,
     checked_step,
@@ -31,12 +30,11 @@ from diffshard.experts.arguments import (
     checked_works,
 )
 from diffshard.experts.assignment import LEVELLING, assign_experts
-from diffshard.experts.bounds import lower_bounds_s
-from diffshard.experts.candidates import candidate_groups, equal_runs, nearest_order
-from diffshard.experts.merging import Division, divisions_by_merging
+from diffshard.experts.candidates import candidate_groups, equal_runs, lower_bounds_s, nearest_order
+from diffshard.experts.divisions import MOST_WORKERS, Division, best_division, divisions_by_merging
 from diffshard.experts.plans import GroupPlan, status_of
-from diffshard.experts.subsets import MOST_WORKERS, best_division
 from diffshard.outer_search import Candidate, Outcome, OuterSearch
+from diffshard.solve_options import SolveOptions, checked_solve_options
 from diffshard.solving.solve import solve
 from search_spaces.expert_groups import ExpertGroupSpace
 
@@ -62,10 +60,7 @@ def group_experts(
     layer_spacing: int = 1,
     num_exchanges: float = 4,
     recomputation: float = 0,
-    solver: str | Solver | None = None,
-    time_limit_s: float | None = None,
-    key: jax.Array | int | None = None,
-    progress: Progress | None = None,
+    **options: Unpack[SolveOptions],
 ) -> GroupPlan:
     """Divides workers into groups that hold all experts each, so that a step of the slowest group takes least.
 
@@ -86,11 +81,9 @@ def group_experts(
       layer_spacing: every how many layers one has experts.
       num_exchanges: of the buffer, in one layer and pass.
       recomputation: forward passes that the backward pass makes again.
-      solver: as in `solve`, which chooses among candidate groups; None finds the best of all divisions of up to 12
-        workers, and is "gradient" for more, with fewer phases for more than 32.
-      time_limit_s: seconds for the solver, of at most three numbers of groups together, as in `solve`.
-      key: as in `solve`.
-      progress: as in `solve`.
+      **options: of the solver, which chooses among candidate groups, for at most three numbers of groups together.
+        Without one the best of all divisions of up to 12 workers is found, and for more it is "gradient", with fewer
+        phases for more than 32 workers.
 
     Returns:
       The groups, never slower than those of the published heuristic, which merges pairs of groups; an assignment of all
@@ -115,7 +108,7 @@ def group_experts(
     )
     check_scale(np.array(step.expert_flops), workers.flops_per_s)
     check_room(step.num_experts, workers.capacity)
-    check_solving(solver, time_limit_s, key, progress)
+    solver = (options := checked_solve_options(options)).get("solver")
     merged = list(divisions_by_merging(workers, step))
     fastest_merged = min(merged, key=lambda division: division.step_s)
     if solver is None and workers.num_workers <= MOST_WORKERS:
@@ -126,16 +119,7 @@ def group_experts(
         bound_s = float(bounds_s.min())
         if solver is None:
             solver = "gradient" if workers.num_workers <= _MOST_CLIMBED_WORKERS else LEVELLING
-        best, ended = _best_by_solver(
-            workers,
-            step,
-            merged,
-            bounds_s,
-            solver=solver,
-            time_limit_s=time_limit_s,
-            key=key,
-            progress=progress,
-        )
+        best, ended = _best_by_solver(workers, step, merged, bounds_s, **{**options, "solver": solver})
     groups = tuple(_fastest_first(workers, group) for group in sorted(best.groups))
     return GroupPlan(
         groups=groups,

@@ -14,8 +14,7 @@ from diffshard.base import PlanError
 from diffshard.experts.layout import ExpertLayout
 from diffshard.plans.certificate import Certified, History, check_certificate, relative_gap
 from diffshard.plans.documents import EXPERT_ASSIGNMENT, EXPERT_GROUPS, RecordFile, Saved
-from diffshard.plans.formats import format_count, format_s
-from diffshard.plans.text_table import format_table
+from diffshard.plans.formats import format_count, format_s, format_table
 
 PROVEN_GAP = 1e-5
 """The relative gap up to which a plan is called optimal; the tolerances of HiGHS leave less than this."""

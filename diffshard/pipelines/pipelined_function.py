@@ -21,7 +21,7 @@ from diffshard.pipelines.plans.page import format_pipeline_page
 from diffshard.pipelines.search import find_pipeline
 from diffshard.pipelines.static_arguments import check_static, static_call, without_static
 from diffshard.plans.formats import format_bytes, format_count, format_s
-from diffshard.plans.notebook import NOT_PLANNED, planned_function_element
+from diffshard.plans.page_elements import NOT_PLANNED, planned_function_element
 from diffshard.processes import Processes, errors_for_all, processes_of
 from diffshard.sharding_search.call import array_types, split
 from diffshard.sharding_search.mesh_candidates import mesh_of_all

@@ -23,7 +23,7 @@ from diffshard.pipelines.plans.file import load, save, to_json
 from diffshard.pipelines.plans.page import format_pipeline_page
 from diffshard.pipelines.plans.text import format_pipeline_in_line, format_pipeline_plan
 from diffshard.plans.file import from_json as plan_from_json
-from diffshard.plans.notebook import framed
+from diffshard.plans.page_elements import framed
 from diffshard.processes import Processes
 from diffshard.sharding_search.fingerprints import digest_of
 from diffshard.sharding_search.plan import Plan

@@ -3,7 +3,7 @@
 A step is run without data, with the same code that runs it with data, so that arrays live exactly as long. Before each
 program the arrays that its stage has at that time are added up; while the program runs there are also its results and
 what XLA needs in between. Programs are compiled for the devices of the sub-meshes, which need not be here: `gpu_mesh`
-of `diffshard.checks.gpu_target` describes GPUs for which XLA compiles on any machine.
+of `diffshard.checks.targets` describes GPUs for which XLA compiles on any machine.
 """
 
 from collections.abc import Sequence

@@ -5,12 +5,13 @@
 
 `base.py` has the records of a plan. `text.py` is what `print(plan)` shows and `page.py` the HTML page; both take their
 facts from `summary.py`, which shows arguments and operations that are alike only once, with names from `patterns.py`.
-The page also shows the plan by `layers.py`, what is sent between them by `layer_flows.py`, its memory by `memory.py`,
-and which layer runs when by `layer_passes.py`. `file.py` saves and loads plans as JSON. `comparison.py` has plans
-beside the programs that XLA makes of them, and `lanes.py` what these do when.
+The page also shows the plan by `layers.py`, which layer runs when and what is sent between layers by `layer_flows.py`,
+and its memory by `memory.py`. Small sections, such as advice, are in `sections.py`. `file.py` saves and loads plans as
+JSON. `comparison.py` has plans beside the programs that XLA makes of them, and `lanes.py` what these do when.
 
-Plans of the bilevel search share what is of use to all plans: `documents.py` for JSON, `formats.py` for quantities and
-tables, `page_elements.py` for the parts of a page, `drawings.py` for curves and dots, `page_style.py` for the style.
+All kinds of plans share `certificate.py`, which says how good a plan is known to be, `documents.py` for their files,
+`formats.py` for quantities and tables, `page_elements.py` for the parts and the style of a page, and `drawings.py` for
+curves and dots.
 """
 
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from diffshard.public_names import lazy_names
 if TYPE_CHECKING:
     from diffshard.plans.certificate import Certificate as Certificate
     from diffshard.plans.comparison import Comparison as Comparison
-    from diffshard.plans.whole_work import WholeWorkWarning as WholeWorkWarning
+    from diffshard.plans.sections import WholeWorkWarning as WholeWorkWarning
     from diffshard.sharding_search.planned_function import PlannedFunction as PlannedFunction
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -14,13 +14,10 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cost.base import Hardware
 from cost.number_ranges import Amount, AmountOrInf, AnyNumber, Count, FiniteNumber, Index, Limit, LowerBound
-from diffshard.plans.advice import Advice
 from diffshard.plans.certificate import Certified, History
 from diffshard.plans.comparison import Comparison
-from diffshard.plans.computing import PredictedComputing
-from diffshard.plans.residuals import Rematerialisation
+from diffshard.plans.sections import Advice, PredictedComputing, Rematerialisation, WholeWork
 from diffshard.plans.timeline import PredictedTimeline
-from diffshard.plans.whole_work import WholeWork
 from search_spaces.partition_specs import NamedSpec, partition_spec
 
 Executor = Literal["constraints", "program", "propagation"]
@@ -94,7 +91,10 @@ class Operation:
       next_best_s: seconds that the next best spec would add to the step.
       reductions: for each result of an operation the collectives that finish its partial results, as (kind, mesh axis)
         in order; empty in plans that were saved before they were written down.
-      format: "float8" where operands are rounded to it before they are multiplied; "" for what runs as it was traced.
+      format: the name of the format to which a product's operands are rounded before they are multiplied, such as
+        "float8"; "" for what runs as it was traced.
+      sent_in: the format of the codes in which partial sums are sent, such as "int8"; "" for the result's own type.
+      kept_in: the same for the codes as which the result is kept for the backward pass.
     """
 
     kind: Literal["operation", "input", "constant", "carry", "slice", "stack", "join"]
@@ -110,7 +110,9 @@ class Operation:
     next_best_spec: NamedSpec | None = None
     next_best_s: AnyNumber = 0.0
     reductions: tuple[tuple[tuple[str, str], ...], ...] = ()
-    format: Literal["", "float8"] = ""
+    format: str = ""
+    sent_in: str = ""
+    kept_in: str = ""
 
 
 @dataclass(frozen=True)
@@ -221,21 +223,25 @@ class TriedShape:
 
 @dataclass(frozen=True)
 class FormatGroup:
-    """Equal products of equal layers, whose effect on the loss was measured together.
+    """Equal products of equal layers in one format, whose effect on the loss was measured together.
 
     Attributes:
-      name: modules, line, pass and contracted dimensions; numbers of layers are left out.
+      name: modules, line, pass and contracted dimensions, without numbers of layers; then the format unless float8.
       count: products.
-      num_float8: of them in float8.
-      loss_increase: predicted for a whole training with all of them in float8; inf where a loss was not finite.
-      gain_s: seconds of a step that those in float8 gain.
+      num_rounded: of them in the format.
+      loss_increase: predicted for a whole training with all of them in the format; inf where a loss was not finite.
+      gain_s: seconds of a step that those in the format gain.
+      format: its name.
+      kind: "product", "sum" for partial sums that are sent as codes, "kept" for arrays that are kept as codes.
     """
 
     name: str
     count: Count
-    num_float8: Index
+    num_rounded: Index
     loss_increase: AmountOrInf
     gain_s: AnyNumber
+    format: str = "float8"
+    kind: str = "product"
 
 
 @dataclass(frozen=True)
@@ -245,7 +251,7 @@ class FormatTrial:
     Attributes:
       name: of a simple rule, or of the round of the search that found them.
       step_s: predicted seconds of the fastest step found with them.
-      num_float8: products in float8.
+      num_rounded: products in formats.
       predicted_increase: of the loss, by the increases of groups that were known before it was measured.
       measured_increase: of the loss; inf where it was not finite.
       measured_error: the standard error of that over runs or looks; None of a single one.
@@ -253,7 +259,7 @@ class FormatTrial:
 
     name: str
     step_s: Amount
-    num_float8: Index
+    num_rounded: Index
     predicted_increase: AmountOrInf
     measured_increase: AnyNumber
     measured_error: Amount | None = None
@@ -265,7 +271,7 @@ class PlannedFormats:
 
     Attributes:
       max_loss_increase: the limit.
-      loss_increase: predicted for the plan: the sum over its groups, of each the part in float8.
+      loss_increase: predicted for the plan: the sum over its groups, of each the part in its format.
       groups: those that gain time in float8 on some sharding, the ones that gain most first.
       measured_increase: of the formats together; None where nothing was measured, and in plans of older versions.
       measured_by: what that was measured by; "" for nothing.

@@ -8,8 +8,7 @@ import math
 from typing import Any, NamedTuple, Protocol
 
 from cost.number_ranges import Amount, AnyNumber
-from diffshard.plans.formats import format_percent, format_s
-from diffshard.plans.text_table import wrapped
+from diffshard.plans.formats import format_percent, format_s, wrapped
 
 History = tuple[tuple[Amount, AnyNumber, AnyNumber], ...]
 """(seconds since the start, cost, lower bound) at each improvement of a solver."""

@@ -5,11 +5,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from cost.number_ranges import Amount, Count
-from diffshard.plans.formats import format_bytes, format_devices, format_s, short_name
+from diffshard.plans.formats import format_bytes, format_devices, format_s, format_table, short_name, wrapped
 from diffshard.plans.lanes import Lane, lane_elements
-from diffshard.plans.notebook import framed
-from diffshard.plans.page_elements import COLOURS, COMPUTE, cards, document, escape, plain_bar, table
-from diffshard.plans.text_table import format_table, wrapped
+from diffshard.plans.page_elements import COLOURS, COMPUTE, cards, document, escape, framed, plain_bar, table
 
 _COLUMNS = (
     ("", "", "step", "", "sent", "", "peak", ""),

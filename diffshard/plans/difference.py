@@ -10,19 +10,20 @@ from typing import cast
 
 from cost.base import CollectiveKind
 from cost.collectives import collective_sent_bytes
-from diffshard.plans.alignment import Alignment, align_operations
 from diffshard.plans.base import Operation, PlanData, Tensor
 from diffshard.plans.difference_data import (
+    Alignment,
     ArrayDifference,
     DifferenceData,
     LayerDifference,
     OperationDifference,
     Total,
+    align_operations,
 )
 from diffshard.plans.difference_views import difference_page, format_difference
 from diffshard.plans.formats import format_array, format_devices, short_name
 from diffshard.plans.layers import layers_of_operations
-from diffshard.plans.notebook import framed
+from diffshard.plans.page_elements import framed
 from diffshard.plans.patterns import readable_path
 from diffshard.plans.summary import communication, device_bytes, operation_name, result_type
 
@@ -179,10 +180,16 @@ def _notes(first: PlanData, second: PlanData, alignment: Alignment) -> tuple[str
             f"{not_compared[0]:,} operations of the first and {not_compared[1]:,} of the second are in layers with too "
             "many to look for their partners: they are not compared one by one, only by layer."
         )
-    differing = [i for i, j in matched if first.operations[i].format != second.operations[j].format]
-    if differing:
-        names = sorted({operation_name(first, i) for i in differing})
-        notes.append(f"{len(differing):,} products have other number formats: {', '.join(names)}.")
+    for what, field in (
+        ("products have other number formats", "format"),
+        ("sums are sent in other formats", "sent_in"),
+        ("arrays are kept in other formats", "kept_in"),
+    ):
+        pairs = ((i, first.operations[i], second.operations[j]) for i, j in matched)
+        differing = [i for i, one, other in pairs if getattr(one, field) != getattr(other, field)]
+        if differing:
+            names = sorted({operation_name(first, i) for i in differing})
+            notes.append(f"{len(differing):,} {what}: {', '.join(names)}.")
     if dict(first.mesh_axes) != dict(second.mesh_axes):
         meshes = f"{format_devices(first.mesh_axes)} and {format_devices(second.mesh_axes)}"
         notes.append(f"The meshes differ: {meshes}. An axis of one name may have different sizes.")

@@ -5,10 +5,9 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from diffshard.plans.difference_data import ArrayDifference, DifferenceData, OperationDifference, Total
-from diffshard.plans.formats import format_bytes, format_s, format_spec, is_shown
+from diffshard.plans.formats import format_bytes, format_s, format_spec, format_table, is_shown, wrapped
 from diffshard.plans.page_elements import document, escape, table
 from diffshard.plans.patterns import group_names
-from diffshard.plans.text_table import format_table, wrapped
 from search_spaces.partition_specs import NamedSpec
 
 MAX_ROWS = 24

@@ -1,9 +1,11 @@
-"""Quantities and types as text, for everything that shows plans."""
+"""Quantities, types and tables as text, for everything that shows plans."""
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from diffshard.base import printable
 from search_spaces.partition_specs import NamedSpec
 
 _NO_SHARE = 1e-8  # less is rounding of float64 sums
@@ -88,3 +90,89 @@ def format_array(array: Array) -> str:
 
 def _three_digits(value: float) -> str:
     return f"{value:.2f}" if abs(value) < 9.995 else f"{value:.1f}" if abs(value) < 99.95 else f"{value:,.0f}"
+
+
+TEXT_WIDTH = 100
+"""Columns of everything that is printed: half of a wide screen, and what mails and reviews show without scrolling."""
+
+_LEAST_COLUMN = 10  # characters of a column that wraps: enough for the words of names and reasons
+_COMFORTABLE_COLUMN = 26  # the columns named first do not become narrower than this before others wrap
+_BREAKS = re.compile(r"[^\S\u00a0]")  # white space of all kinds but the fixed space, which keeps a number with its unit
+_PIECES = re.compile(r"[^ /,+]*(?:[/,+][ ]?|[ ]|$)")  # where a cell may go on in the next line
+_UNITS = re.compile(r"(?<=[\d.]) (?=[nµm]?s\b|[KMGT]?i?B\b)")  # a number stays with its unit
+_FIXED_SPACE = "\u00a0"
+
+
+def format_table(
+    rows: Sequence[Sequence[str]], indent: str, right: Sequence[int] = (), wrap: Sequence[int] = ()
+) -> list[str]:
+    """Returns lines of columns, two spaces apart, that are at most `TEXT_WIDTH` wide.
+
+    Columns are as wide as their widest cells; where that is too much, cells go on in further lines.
+
+    Args:
+      rows: cells of text, equally many in each row.
+      indent: what stands before each line.
+      right: columns of numbers, which align to the right and do not wrap.
+      wrap: columns that wrap before others do, in this order.
+    """
+    if not rows:
+        return []
+    rows = [[_shown(cell) for cell in row] for row in rows]
+    widths = _widths(rows, TEXT_WIDTH - len(indent), right, wrap)
+    lines = []
+    for row in rows:
+        cells = [_pieces(_UNITS.sub(_FIXED_SPACE, cell), width) for cell, width in zip(row, widths, strict=True)]
+        for line in range(max(map(len, cells))):
+            texts = zip([cell[line] if line < len(cell) else "" for cell in cells], widths, strict=True)
+            aligned = [text.rjust(w) if i in right else text.ljust(w) for i, (text, w) in enumerate(texts)]
+            lines.append((indent + "  ".join(aligned)).rstrip().replace(_FIXED_SPACE, " "))
+    return lines
+
+
+def wrapped(text: str, indent: str = "", further_indent: str | None = None) -> list[str]:
+    """Returns a sentence as lines of at most `TEXT_WIDTH`, further ones indented by `further_indent`."""
+    further = indent if further_indent is None else further_indent
+    first, *others = _pieces(_shown(text), TEXT_WIDTH - max(len(indent), len(further)), hang="")
+    return [indent + first, *(further + line for line in others)]
+
+
+def _widths(rows: Sequence[Sequence[str]], whole: int, right: Sequence[int], wrap: Sequence[int]) -> list[int]:
+    """Returns the width of each column, so that all of them fit into `whole` characters."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    too_much = sum(widths) + 2 * (len(widths) - 1) - whole
+    for i in wrap:
+        less = max(min(too_much, widths[i] - _COMFORTABLE_COLUMN), 0)
+        widths[i] -= less
+        too_much -= less
+    can_wrap = [i for i in range(len(widths)) if i not in right]
+    while too_much > 0 and (widest := max((widths[i] for i in can_wrap), default=0)) > _LEAST_COLUMN:
+        widths[max(i for i in can_wrap if widths[i] == widest)] -= 1
+        too_much -= 1
+    return widths
+
+
+def _shown(text: str) -> str:
+    """Returns a text as one line: tabs and ends of lines become spaces."""
+    return printable(_BREAKS.sub(" ", text))
+
+
+def _pieces(text: str, width: int, hang: str = "  ") -> list[str]:
+    """Cuts a text into lines, between words and parts of names where it can; further lines begin with `hang`.
+
+    Nothing but white space is lost.
+    """
+    if len(text) <= width:
+        return [text]
+    lines, line = [], ""
+    for piece in filter(None, _PIECES.findall(text)):
+        rest = piece
+        if len(line + rest.rstrip()) > width and (line.strip() or len(line) > width):
+            lines += [line.rstrip()] if line.strip() else []
+            line = hang
+        while len(line + rest.rstrip()) > width:
+            cut = width - len(line)
+            lines.append(line + rest[:cut])
+            line, rest = hang, rest[cut:]
+        line += rest
+    return [*lines, line.rstrip()] if line.strip() or not lines else lines

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from diffshard.plans.base import PlanData
 from diffshard.plans.comparison import page_elements
-from diffshard.plans.computing import computing_parts
 from diffshard.plans.drawings import Curve, Mark, plot
 from diffshard.plans.formats import (
     format_array,
@@ -33,6 +32,7 @@ from diffshard.plans.page_elements import (
     table,
     with_code,
 )
+from diffshard.plans.sections import computing_parts, whole_lines
 from diffshard.plans.summary import (
     alike_arguments,
     collective_totals,
@@ -44,7 +44,6 @@ from diffshard.plans.summary import (
 from diffshard.plans.text import format_plan, formats_rows, formats_words, trials_rows
 from diffshard.plans.timeline import timeline_elements
 from diffshard.plans.tried_shapes import shape_table
-from diffshard.plans.whole_work import whole_lines
 from search_spaces.partition_specs import NamedSpec
 
 _MOST_OPERATIONS = 8

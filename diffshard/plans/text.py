@@ -4,9 +4,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from diffshard.plans.advice import Advice
 from diffshard.plans.base import PlanData, PlannedFormats
-from diffshard.plans.computing import computing_parts
 from diffshard.plans.formats import (
     format_array,
     format_axes,
@@ -15,10 +13,12 @@ from diffshard.plans.formats import (
     format_percent,
     format_s,
     format_spec,
+    format_table,
     is_shown,
     short_name,
+    wrapped,
 )
-from diffshard.plans.residuals import Rematerialisation
+from diffshard.plans.sections import Advice, Rematerialisation, computing_parts, whole_lines
 from diffshard.plans.summary import (
     AlikeOperations,
     alike_arguments,
@@ -30,10 +30,8 @@ from diffshard.plans.summary import (
     reason,
     verdict,
 )
-from diffshard.plans.text_table import format_table, wrapped
 from diffshard.plans.timeline import timeline_words, wait_rows
 from diffshard.plans.tried_shapes import shape_lines
-from diffshard.plans.whole_work import whole_lines
 
 MAX_OPERATIONS = 24
 """Lines for operations, the most expensive ones: about as many as fit on a screen beside the rest of the text."""
@@ -121,6 +119,9 @@ def _remat(remat: Rematerialisation) -> str:
     return f"{kept}, {len(remat.recomputed)} operations computed again{takes}"
 
 
+_KINDS = {"product": "products", "sum": "sums", "kept": "kept arrays"}
+
+
 def _formats(formats: PlannedFormats) -> str:
     rows = format_table(formats_rows(formats), "  ", right=(1, 3, 4), wrap=(0,))
     lines = [*wrapped(f"Formats: {formats_words(formats)}", "", "  "), "", *rows]
@@ -134,8 +135,10 @@ def formats_words(formats: PlannedFormats) -> str:
     """Returns in words what number formats do to the loss."""
     measured = formats.measured_increase
     together = "" if measured is None else f"; {measured:+.2g} measured together by {formats.measured_by}"
+    kinds = dict.fromkeys(_KINDS[group.kind] for group in formats.groups) or ["products"]
     return (
-        f"products in float8, with what their group adds to the loss: {formats.loss_increase:+.2g} predicted of "
+        f"{' and '.join(kinds)} in fewer bits, with what their group adds to the loss: "
+        f"{formats.loss_increase:+.2g} predicted of "
         f"{formats.max_loss_increase:+.2g} that may be added{together}"
     )
 
@@ -144,18 +147,18 @@ def formats_rows(formats: PlannedFormats) -> list[tuple[str, ...]]:
     """Returns titles, then a row for each group of products: name, number, format, loss and seconds."""
     rows: list[tuple[str, ...]] = [("name", "", "in", "loss", "gains")]
     for g in formats.groups:
-        gains = format_s(g.gain_s) if g.num_float8 else ""
-        rows.append((g.name, f"{g.count}x", "float8" if g.num_float8 else "own", f"{g.loss_increase:+.2g}", gains))
+        gains = format_s(g.gain_s) if g.num_rounded else ""
+        rows.append((g.name, f"{g.count}x", g.format if g.num_rounded else "own", f"{g.loss_increase:+.2g}", gains))
     return rows
 
 
 def trials_rows(formats: PlannedFormats) -> list[tuple[str, ...]]:
     """Returns titles, then a row for each set of products that was measured: name, number, seconds and losses."""
-    rows: list[tuple[str, ...]] = [("formats", "in float8", "step", "predicted", "measured")]
+    rows: list[tuple[str, ...]] = [("formats", "rounded", "step", "predicted", "measured")]
     for t in formats.trials:
         error = "" if not t.measured_error else f" ± {t.measured_error:.1g}"
         losses = (f"{t.predicted_increase:+.2g}", f"{t.measured_increase:+.2g}{error}")
-        rows.append((t.name, str(t.num_float8), format_s(t.step_s), *losses))
+        rows.append((t.name, str(t.num_rounded), format_s(t.step_s), *losses))
     return rows
 
 

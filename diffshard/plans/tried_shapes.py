@@ -4,9 +4,8 @@ import math
 
 from diffshard.plans.base import PlanData, TriedShape
 from diffshard.plans.certificate import has_bound
-from diffshard.plans.formats import format_axes, format_count, format_s
+from diffshard.plans.formats import format_axes, format_count, format_s, format_table
 from diffshard.plans.page_elements import table
-from diffshard.plans.text_table import format_table
 
 MAX_LINES = 5
 """Lines of the text for shapes that were not chosen; the page has all of them."""

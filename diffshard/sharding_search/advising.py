@@ -13,8 +13,8 @@ import numpy as np
 
 from diffshard.base import InfeasibleError
 from diffshard.deadline import Deadline
-from diffshard.plans.advice import LEAST_SHARE, MOST_LINES, Advice
 from diffshard.plans.formats import format_bytes, format_percent, format_s
+from diffshard.plans.sections import LEAST_SHARE, MOST_LINES, Advice
 from diffshard.sharding_search.layout import layout_of
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import fastest_choice
@@ -22,9 +22,9 @@ from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.step_objective import step_s
 from diffshard.sharding_search.warm_start import start_of
 from search_spaces.base import Choice
-from search_spaces.sharding.float8 import takes_float8
-from search_spaces.sharding.float8_gains import gains_s
+from search_spaces.sharding.format_gains import best_gains_s
 from search_spaces.sharding.memory_use import memory_use
+from search_spaces.sharding.product_formats import takes_formats
 from search_spaces.sharding.space import ShardingSpace
 
 _LEAST_SOLVER_S, _SOLVER_SHARE = 3.0, 0.5
@@ -146,9 +146,9 @@ def _of_float8(request: PlanRequest, plan: Plan, choice: Choice) -> Iterator[Adv
         return
     if computing is None or computing.products_s < _LEAST_PRODUCTS * plan.step_s:
         return
-    products = [vertex.index for vertex in space.graph.vertices if takes_float8(vertex)]
-    gains = gains_s(space.with_float8(dict.fromkeys(products, 0.0)), choice).values()
-    seconds = min(sum(gain for gain in gains if gain > 0), plan.step_s)
+    products = [(vertex.index, "float8") for vertex in space.graph.vertices if takes_formats(vertex)]
+    gains = best_gains_s(space.with_formats(dict.fromkeys(products, 0.0)), choice).values()
+    seconds = min(sum(gains), plan.step_s)
     option = "`formats=diffshard.formats.Formats(...)`"
     words = f"round products to float8 ({option}) as far as the loss allows, split as they are"
     yield _faster(plan, "at most", seconds, words)

@@ -148,10 +148,11 @@ def _evaluator(
     plan: PlanData, traced_function: TracedFunction, space: ShardingSpace, mesh: Mesh | AbstractMesh
 ) -> Callable[..., Sequence[Any]]:
     layout = layout_of(plan, space)
-    if layout.rounded and plan.executor != "program":
+    if layout.in_fewer_bits and plan.executor != "program":
         raise PlanError(
-            f'The plan has {len(layout.rounded)} products in float8, which `executor` "{plan.executor}" does not keep '
-            'to. Take `executor="program"`, or search without `formats`.'
+            f"The plan has {len(layout.rounded)} products and {len(layout.coded)} sums or kept arrays in fewer bits, "
+            f'which `executor` "{plan.executor}" does not keep to. Take `executor="program"`, or search without '
+            "`formats`."
         )
     if plan.executor == "propagation" and any(runs_on_parts(v) for v in space.graph.operations()):
         return PropagatedExecution(space.graph, layout, mesh, space.reshard_costs.path)

@@ -8,29 +8,32 @@ trains from its beginning, and needs none.
 
 import math
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy.linalg import hadamard
 
 from diffshard.sharding_search.call import ArrayType, array_types, bound_arguments, split
-from diffshard.sharding_search.number_formats import Formats, ProductGroup, groups_of
+from diffshard.sharding_search.looks import LOOK_SHARE, FlatCall, Look, State
+from diffshard.sharding_search.number_formats import Formats, ProductGroup, all_groups, kind_of
 from diffshard.sharding_search.options import Options
-from search_spaces.sharding.float8 import is_backward, takes_float8
+from search_spaces.sharding.base import FormatKey
 from search_spaces.sharding.graph import Graph
-from search_spaces.sharding.number_formats import SwitchedProducts
+from search_spaces.sharding.kept_codes import LateReads
+from search_spaces.sharding.number_formats import KeptInCodes, MixedProducts, SumsInParts
+from search_spaces.sharding.product_formats import FORMATS, is_backward
 from search_spaces.sharding.space import ShardingSpace
 
-FlatCall = Sequence[Any]
-"""The flat arguments of one step."""
-State = Mapping[int, Any]
-"""The arrays that results have replaced, by the number of the flat argument."""
-LOOK_SHARE = 0.5
-"""The share of a look's losses, its last ones, that are compared: the first step has the same state in both."""
 LATE_SHARE = 0.2
-"""The same for a validation run, which is long enough to be judged by its end."""
+"""The share of a validation run's losses that are compared: it is long enough to be judged by its end."""
+_MOST_DIFFERENCE = 0.02
+"""By how much the exact loss may differ between two ways to compute it, as a share: a few roundings of bfloat16."""
+_HALF_WAY = 0.5
+"""The weight of a format in which the damage of errors without a mean has the slope of its increase from 0 to 1."""
 
 
 class Increase(NamedTuple):
@@ -41,7 +44,7 @@ class Increase(NamedTuple):
 
 
 class MeasuredLosses:
-    """What sets of products, by the indices of their vertices, do to the loss of a step that runs on one device.
+    """What sets of products in formats do to the loss of a step that runs on one device.
 
     Args:
       formats: has the calls and the validation runs.
@@ -49,6 +52,7 @@ class MeasuredLosses:
       options: of this function.
       types: of its flat arguments.
       paths: of its flat results.
+      num_devices: that share partial sums.
 
     Raises:
       ValueError: the function trains nothing, its loss is not found, or calls do not fit it.
@@ -61,9 +65,10 @@ class MeasuredLosses:
         options: Options,
         types: Sequence[ArrayType],
         paths: Sequence[str],
+        num_devices: int = 1,
     ):
         self.formats, self.graph = formats, space.graph
-        self.groups = {group.name: group for group in groups_of(self.graph)}
+        self.groups = {group.name: group for group in all_groups(space, formats)}
         _check_trains(self.graph, options.function_name)
         self._loss = loss_result(formats, self.graph, paths)
         self._calls = _flat_calls(options, types, "Formats.calls", formats.calls)
@@ -72,11 +77,42 @@ class MeasuredLosses:
             for i, run in enumerate(formats.validation_runs)
         ]
         _warn_of_equal_batches(self.graph, self._calls, self._runs)
-        vertices = [vertex for vertex in self.graph.operations() if takes_float8(vertex)]
-        self._switch = {vertex.index: number for number, vertex in enumerate(vertices)}
-        self._step = jax.jit(SwitchedProducts(self.graph, space.layout([0] * len(space.nodes)), self._switch))
-        self._replaced = [(i, argument) for i, argument in enumerate(self.graph.feedback) if argument is not None]
+        vertices = dict.fromkeys(v.index for group in self.groups.values() for v in group.vertices)
+        self._row = {vertex: row for row, vertex in enumerate(vertices)}
+        names = {"product": formats.products, "sum": formats.sums, "kept": formats.kept}
+        columns = [(kind, name) for kind, own in names.items() for name in own]
+        self._column = {kind_and_name: column for column, kind_and_name in enumerate(columns)}
+        sums = SumsInParts(formats.sums, space.rules, num_devices)
+        kept = {v.results[0].id: "" for g in self.groups.values() if g.kind == "kept" for v in g.vertices}
+        kept = KeptInCodes(formats.kept, space.residuals.late_reads(kept) if kept else LateReads())
+        replaced = [(i, argument) for i, argument in enumerate(self.graph.feedback) if argument is not None]
+        layout = space.layout([0] * len(space.nodes))
+        mixed = MixedProducts(self.graph, layout, self._row, [FORMATS[name] for name in formats.products], sums, kept)
+        self.overflows: Counter[str] = Counter()
+        """How many operands of each group had numbers that are not finite, and so no scale."""
+        self.look = Look(mixed, replaced, self._loss, self._count_overflow)
         self._exact_losses: list[float] = []
+
+    def check_exact(self, fn: Callable[..., Sequence[Any]]) -> None:
+        """Compares the first loss of what is measured, with exact products, with that of the function itself.
+
+        Args:
+          fn: of the flat arguments; returns the flat results.
+
+        Raises:
+          ValueError: they differ by more than rounding; it has both numbers.
+        """
+        first = (self._calls or self._runs[0])[0]
+        measured, own = self.run({}, [first], frozenset())[1][0], float(jax.jit(fn)(*first)[self._loss])
+        if abs(measured - own) > _MOST_DIFFERENCE * max(1.0, abs(own)):
+            raise ValueError(
+                f"The loss of the first call is {own:.8g}, but the products that formats are measured with make it "
+                f"{measured:.8g}. This is a fault of diffshard, not of the function; search without `formats`."
+            )
+
+    def _count_overflow(self, row: int, column: int) -> None:
+        vertex, name = list(self._row)[row], self.formats.products[column]
+        self.overflows.update(group.name for group in self.groups.values() if (vertex, name) in group.members)
 
     @property
     def measured_by(self) -> str:
@@ -90,8 +126,8 @@ class MeasuredLosses:
         """Whether there are calls for looks ahead."""
         return bool(self._calls)
 
-    def increase_of(self, products: Collection[int]) -> Increase:
-        """Returns what products in float8 together add to the loss of a whole training: inf if it is not finite then.
+    def increase_of(self, products: Set[FormatKey]) -> Increase:
+        """Returns what products in formats together add to the loss of a whole training: inf if it is not finite then.
 
         Validation runs tell it, or else looks ahead.
         """
@@ -99,74 +135,127 @@ class MeasuredLosses:
             return Increase(0.0, 0.0)
         if self._runs:
             if not self._exact_losses:
-                self._exact_losses = [self._finite(run, ()) for run in self._runs]
-            losses = [self._run({}, run, products)[1] for run in self._runs]
+                self._exact_losses = [self._finite(run, frozenset()) for run in self._runs]
+            losses = [self.run({}, run, products)[1] for run in self._runs]
             return _increase([_late(loss, LATE_SHARE) for loss in losses], self._exact_losses, 1.0)
-        pairs = [
-            (_late(self._run(state, window, products)[1]), self._finite(window, (), state))
-            for state, window in self._points(products)
-        ]
+        pairs = []
+        for state, window in self.points(products):
+            own = _late(self.run(state, window, products)[1])
+            if not np.isfinite(own):  # then the state of the next look may not be, and no exact loss follows from it
+                return Increase(np.inf, None)
+            pairs.append((own, self._finite(window, frozenset(), state)))
         return _increase(*zip(*pairs, strict=True), factor=self.formats.factor)
 
-    def increases_at(self, products: Collection[int], groups: Sequence[ProductGroup]) -> list[float]:
-        """Measures by looks ahead what each group adds to the loss of a whole training where others are in float8.
-
-        The looks begin in a training with the given products in float8. Of a group among these it is what the loss
-        falls by without it. The losses of the second half of each look are compared, and the increases of all looks
-        averaged. A group whose losses are lower on average counts as harmless: there rounding is noise. One with
-        losses that are not finite has the increase inf.
+    def increases_at(self, products: Set[FormatKey], groups: Sequence[ProductGroup]) -> list[float]:
+        """Measures what each group adds to the loss of a whole training where other products are in formats.
 
         Args:
-          products: that are in float8.
+          products: that are in formats.
           groups: of the function.
 
         Raises:
           ValueError: a loss without these groups is not finite.
         """
+        return self.increases_by_pairs(products, groups)
+
+    def increases_by_pairs(self, products: Set[FormatKey], groups: Sequence[ProductGroup]) -> list[float]:
+        """Measures each group by looks ahead: with it and without it, beside the given products.
+
+        The looks begin in a training with the given products in formats. Of a group among these it is what the loss
+        falls by without it. The losses of the second half of each look are compared, and the increases of all looks
+        averaged. A group whose losses are lower on average counts as harmless: there rounding is noise. One with
+        losses that are not finite has the increase inf.
+        """
         current = frozenset(products)
         losses = []
-        for state, window in self._points(current):
-            base = self._finite(window, current, state)
-            pairs = []
+        for state, window in self.points(current):
+            base, pairs = self._finite(window, current, state), []
             for group in groups:
-                members = {vertex.index for vertex in group.vertices}
-                is_in = bool(members & current)
-                other = _late(self._run(state, window, current - members if is_in else current | members)[1])
-                pairs.append((base, other) if is_in else (other, base))
+                without = group.without(current)
+                pair = [without | group.members, without]
+                others = (_late(self.run(state, window, p)[1]) if p != current else base for p in pair)
+                pairs.append(tuple(others))
             losses.append(pairs)
         means = [_mean_or_inf(*zip(*pairs, strict=True)) for pairs in zip(*losses, strict=True)]
         return [max(0.0, self.formats.factor * mean) for mean in means]
 
-    def _points(self, products: Collection[int]) -> Iterator[tuple[State, Sequence[FlatCall]]]:
-        """Returns the calls of each look, and the state before them in a training with some products in float8."""
+    def increases_by_gradients(self, products: Set[FormatKey], groups: Sequence[ProductGroup]) -> list[float]:
+        """Measures all groups by the derivative of a look's loss, through its updates, in the weights of formats.
+
+        A group that is measured stands half-way between exact and rounded. There the derivative of what is quadratic
+        in a weight, as the damage of errors without a mean is, is the difference between its ends. Half of the groups
+        are measured at once, and the others are as given meanwhile. The looks begin in a training with the given
+        products in formats.
+        """
+        current, sums = frozenset(products), dict.fromkeys((group.name for group in groups), 0.0)
+        for state, window in self.points(current):
+            for measured in _halves(groups):
+                weights = self._weights(current)
+                for group in measured:
+                    rows = [self._row[vertex.index] for vertex in group.vertices]
+                    weights[np.ix_(rows, self._columns_of(group.kind))] = 0.0
+                    weights[rows, self._column[group.kind, group.format]] = _HALF_WAY
+                slopes = self.look.slopes(weights, state, window)
+                for group in measured:
+                    rows = [self._row[vertex.index] for vertex in group.vertices]
+                    sums[group.name] += float(slopes[rows, self._column[group.kind, group.format]].sum())
+        num_looks = len(self.formats.look_starts)
+        return [max(0.0, self.formats.factor * total / num_looks) for total in sums.values()]
+
+    def increases_by_regression(self, products: Set[FormatKey], groups: Sequence[ProductGroup]) -> list[float]:
+        """Measures all groups by looks in each of which half of them are in their formats, and a regression.
+
+        Which half is a row of a Hadamard matrix, so that every look tells of every group: of two numbers that differ by
+        noise the mean over all looks has the least. The looks begin in a training with the given products in formats.
+        """
+        count = 1 << len(groups).bit_length()
+        is_in, means = hadamard(count)[:, 1 : len(groups) + 1] > 0, []
+        for state, window in self.points(frozenset(products)):
+            sets = [[g.members for g, inside in zip(groups, row, strict=True) if inside] for row in is_in]
+            losses = np.array([_late(self.run(state, window, frozenset().union(*own))[1]) for own in sets])
+            means.append([losses[row].mean() - losses[~row].mean() for row in is_in.T])
+        return [max(0.0, self.formats.factor * float(mean)) for mean in np.mean(means, axis=0)]
+
+    def points(self, products: Set[FormatKey]) -> Iterator[tuple[State, Sequence[FlatCall]]]:
+        """Returns the calls of each look, and the state before them in a training with some products in formats."""
         state, at = {}, 0
         for start in self.formats.look_starts:
-            state, at = self._run(state, self._calls[at:start], products)[0], start
+            state, at = self.run(state, self._calls[at:start], products)[0], start
             yield state, self._calls[start : start + self.formats.steps]
 
-    def _run(self, state: State, calls: Sequence[FlatCall], products: Collection[int]) -> tuple[State, np.ndarray]:
-        """Returns the state after some calls, and the loss of each."""
-        switches = np.zeros(len(self._switch), bool)
-        switches[[self._switch[product] for product in products]] = True
-        state, losses = dict(state), []
-        for arguments in calls:
-            results = self._step(switches, *(state.get(i, array) for i, array in enumerate(arguments)))
-            state = {argument: results[result] for result, argument in self._replaced}
-            losses.append(results[self._loss])
-        return state, np.array(losses, np.float64)
+    def _weights(self, products: Set[FormatKey]) -> np.ndarray:
+        weights = np.zeros((len(self._row), len(self._column)), np.float32)
+        for key in products:
+            weights[self._row[key[0]], self._column[kind_of(key), key[1]]] = 1.0
+        return weights
 
-    def _finite(self, calls: Sequence[FlatCall], products: Collection[int], state: State | None = None) -> float:
+    def _columns_of(self, kind: str) -> list[int]:
+        return [column for (other, _), column in self._column.items() if other == kind]
+
+    def run(self, state: State, calls: Sequence[FlatCall], products: Set[FormatKey]) -> tuple[State, np.ndarray]:
+        """Returns the state after some calls, and the loss of each."""
+        return self.look.run(self._weights(products), state, calls)
+
+    def _finite(self, calls: Sequence[FlatCall], products: Set[FormatKey], state: State | None = None) -> float:
         """Returns the late loss of some calls that others are compared with."""
         share = LOOK_SHARE if state is not None else LATE_SHARE
-        late = _late(self._run(state or {}, calls, products)[1], share)
+        late = _late(self.run(state or {}, calls, products)[1], share)
         if not np.isfinite(late):
-            where = ", ".join(n for n, g in self.groups.items() if any(v.index in products for v in g.vertices))
+            where = ", ".join(name for name, group in self.groups.items() if group.members & products)
             what = "A look ahead" if state is not None else "A validation run"
             raise ValueError(
-                f"{what} of {len(calls)} steps has a loss that is not finite, with {where or 'no product'} in float8. "
-                "Give calls from a later point of the training, or a smaller step."
+                f"{what} of {len(calls)} steps has a loss that is not finite, with {where or 'no product'} in fewer "
+                "bits. Give calls from a later point of the training, or a smaller step."
             )
         return late
+
+
+def _halves(groups: Sequence[ProductGroup]) -> list[list[ProductGroup]]:
+    """Returns the groups of each format in two parts, neighbours in different ones."""
+    of_format: dict[str, list[ProductGroup]] = {}
+    for group in groups:
+        of_format.setdefault(group.format, []).append(group)
+    return [part for own in of_format.values() for part in (own[::2], own[1::2]) if part]
 
 
 def _late(losses: np.ndarray, share: float = LOOK_SHARE) -> float:

@@ -8,14 +8,15 @@ plan whose own measured increase is within the limit is returned.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
+from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType
 
-from diffshard.base import OPTIMAL_GAP
+from diffshard.base import OPTIMAL_GAP, InfeasibleError
 from diffshard.deadline import Deadline
 from diffshard.plans.base import FormatGroup, FormatTrial, PlannedFormats
 from diffshard.sharding_search.call import array_types
@@ -24,16 +25,17 @@ from diffshard.sharding_search.format_rules import simple_rules
 from diffshard.sharding_search.format_search import (
     FoundFormats,
     fastest_within,
+    first_start,
     plan_with,
     predicted_increase,
     share_in,
 )
-from diffshard.sharding_search.number_formats import ProductGroup, groups_of, product_groups
+from diffshard.sharding_search.number_formats import ProductGroup, all_groups, offered_groups
 from diffshard.sharding_search.plan import Plan
-from diffshard.sharding_search.planning import fastest_choice
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.tracing import space_of, trace_function
-from search_spaces.sharding.float8_gains import gains_s, in_float8
+from search_spaces.sharding.base import FormatKey
+from search_spaces.sharding.format_gains import gains_s, in_formats
 
 _EXACT_SHARE = 0.2
 """The share of the time limit in which the shardings without float8 are searched, with which the others begin."""
@@ -73,10 +75,10 @@ def find_plan_with_formats(request: PlanRequest) -> Plan:
     assert formats is not None
     if not space.as_program:
         raise ValueError("`formats` need an explicit program, and the function has operations that cannot be in one.")
-    groups = product_groups(space)
+    groups = offered_groups(space, formats)
     losses = _measured_losses(request) if formats.calls or formats.validation_runs else None
     if formats.increases is not None:
-        names = {group.name for group in groups_of(space.graph)}
+        names = {group.name for group in all_groups(space, formats)}
         if unknown := sorted(set(formats.increases) - names):
             raise ValueError(
                 f"`Formats.increases` names {unknown[0]!r}, which is no group of products of "
@@ -88,11 +90,13 @@ def find_plan_with_formats(request: PlanRequest) -> Plan:
         increases = _increases_at(losses, groups, frozenset())
     if losses is None:
         deadline = request.options.deadline()
-        exact = fastest_choice(request, Deadline.from_now(deadline.remaining_s(_EXACT_SHARE))).choice
-        found = fastest_within(request, groups, increases, formats.max_loss_increase, deadline, np.asarray(exact))
+        start = first_start(request, groups, Deadline.from_now(deadline.remaining_s(_EXACT_SHARE)))
+        found = fastest_within(request, groups, increases, formats.max_loss_increase, deadline, start)
         return _with_formats(request, groups, _trial("", found, groups, increases, Increase(0.0, None)), (), "")
-    trials = _measured_trials(request, groups, losses, increases, simple_rules(groups_of(space.graph)))
+    rules = simple_rules(all_groups(space, formats))
+    trials = _measured_trials(request, groups, losses, increases, rules)
     best = _fastest_within(trials, formats.max_loss_increase)
+    _warn_of_overflows(losses)
     return _with_formats(request, groups, best, trials, losses.measured_by)
 
 
@@ -101,7 +105,7 @@ def _measured_trials(
     groups: Sequence[ProductGroup],
     losses: MeasuredLosses,
     increases: dict[str, float],
-    rules: Mapping[str, Collection[int]],
+    rules: Mapping[str, Set[FormatKey]],
 ) -> list[_Trial]:
     """Returns what was found in each round, and the rules, in the order in which they were measured.
 
@@ -112,16 +116,16 @@ def _measured_trials(
     limit, solves = formats.max_loss_increase, formats.rounds + 1 + len(rules) + 2
     limit_s = request.options.time_limit_s
     known = [group for group in groups if group.name in losses.groups and group.name in increases]
-    offered = {vertex.index for group in known for vertex in group.vertices}
+    offered = frozenset(member for group in known for member in group.members)
 
     def deadline() -> Deadline:
         return Deadline.from_now(None if limit_s is None else limit_s / solves)
 
-    def measured(products: frozenset[int]) -> Increase:
+    def measured(products: Set[FormatKey]) -> Increase:
         return losses.increase_of(_like(losses, groups, products))
 
     trials: list[_Trial] = []
-    start = np.asarray(fastest_choice(request, deadline()).choice)
+    start = first_start(request, known, deadline())
     for number in range(formats.rounds + 1):
         found = fastest_within(request, known, increases, limit, deadline(), start)
         earlier = next((i for i, trial in enumerate(trials) if trial.found.products == found.products), None)
@@ -132,12 +136,15 @@ def _measured_trials(
         last = _trial(f"round {number + 1}", found, groups, increases, measured(found.products))
         trials.append(last)
         if number == 0:
-            for name, products in {"nothing": (), **rules}.items():
-                plan, rounded, choice = plan_with(request, offered.intersection(products), deadline(), found.choice)
+            for name, products in {"nothing": frozenset(), **rules}.items():
+                try:
+                    plan, rounded, choice = plan_with(request, offered & products, deadline(), found.start)
+                except InfeasibleError:  # the memory limit needs arrays that are kept as codes
+                    continue
                 if all(rounded != trial.found.products for trial in trials):
                     rule = FoundFormats(plan, rounded, choice, found.bound_of_any_s, found.bound_of_any_s)
                     trials.append(_trial(name, rule, groups, increases, measured(rounded)))
-        start = found.choice
+        start = found.start
         if number < formats.rounds:
             around = last if last.measured > limit else _fastest_within(trials, limit)
             products, damage = _like(losses, groups, around.found.products), min(around.measured, _MOST_DAMAGE * limit)
@@ -149,7 +156,14 @@ def _measured_trials(
 
 
 def _fastest_within(trials: Sequence[_Trial], limit: float) -> _Trial:
-    return min((trial for trial in trials if trial.measured <= limit), key=lambda trial: trial.found.plan.step_s)
+    within = [trial for trial in trials if trial.measured <= limit]
+    if not within:
+        least = min(trial.measured for trial in trials)
+        raise InfeasibleError(
+            f"No plan was found within `memory_limit_bytes` that adds at most {limit:g} to the loss: of those within "
+            f"the memory the best one adds {least:.2g}. Allow more memory or a larger `Formats.max_loss_increase`."
+        )
+    return min(within, key=lambda trial: trial.found.plan.step_s)
 
 
 def _measured_losses(request: PlanRequest) -> MeasuredLosses:
@@ -164,22 +178,33 @@ def _measured_losses(request: PlanRequest) -> MeasuredLosses:
         traced_function = trace_function(options, first)
         space = space_of(options, traced_function)
     types = array_types(traced_function.call.arrays)
-    return MeasuredLosses(formats, space, options, types, traced_function.out_paths)
+    paths, num_devices = traced_function.out_paths, math.prod(request.space.axis_sizes)
+    losses = MeasuredLosses(formats, space, options, types, paths, num_devices)
+    losses.check_exact(core.jaxpr_as_fun(traced_function.jaxpr))
+    return losses
 
 
-def _increases_at(
-    losses: MeasuredLosses, groups: Sequence[ProductGroup], products: Collection[int]
-) -> dict[str, float]:
-    """Returns what each group adds where some products of the measured function are in float8, by its name."""
+def _warn_of_overflows(losses: MeasuredLosses) -> None:
+    if losses.overflows:
+        counts = ", ".join(f"{count} of {name}" for name, count in losses.overflows.most_common())
+        warnings.warn(
+            f"{sum(losses.overflows.values())} operands had numbers that are not finite, so that no scale fits them, "
+            f"while formats were measured: {counts}. Losses that are not finite count as inf.",
+            stacklevel=2,
+        )
+
+
+def _increases_at(losses: MeasuredLosses, groups: Sequence[ProductGroup], products: Set[FormatKey]) -> dict[str, float]:
+    """Returns what each group adds where some products of the measured function are in formats, by its name."""
     measured = [losses.groups[group.name] for group in groups if group.name in losses.groups]
     return dict(zip((g.name for g in measured), losses.increases_at(products, measured), strict=True))
 
 
-def _like(losses: MeasuredLosses, groups: Sequence[ProductGroup], products: Collection[int]) -> frozenset[int]:
+def _like(losses: MeasuredLosses, groups: Sequence[ProductGroup], products: Set[FormatKey]) -> frozenset[FormatKey]:
     """Returns the products of the measured function that stand for some of the searched one.
 
     They are the same where both have as many equal layers, else those at about the same depth; of each group that is in
-    float8 at least one.
+    its format at least one.
     """
     like = set()
     for group in groups:
@@ -188,17 +213,18 @@ def _like(losses: MeasuredLosses, groups: Sequence[ProductGroup], products: Coll
             count, last = len(measured.vertices), len(group.vertices) - 1
             places = [round(i * last / (count - 1)) if count > 1 else last // 2 for i in range(count)]
             pairs = zip(measured.vertices, places, strict=True)
-            own = {vertex.index for vertex, place in pairs if group.vertices[place].index in products}
-            rounded = [place for place, vertex in enumerate(group.vertices) if vertex.index in products]
+            inside = [group.member(vertex) in products for vertex in group.vertices]
+            own = {measured.member(vertex) for vertex, place in pairs if inside[place]}
+            rounded = [place for place, is_in in enumerate(inside) if is_in]
             if rounded and not own:  # between those that stand for others: the nearest one is measured
                 nearest = min(range(count), key=lambda i: min(abs(places[i] - place) for place in rounded))
-                own = {measured.vertices[nearest].index}
+                own = {measured.member(measured.vertices[nearest])}
             like |= own
     return frozenset(like)
 
 
 def _scaled(
-    groups: Sequence[ProductGroup], increases: Mapping[str, float], products: Collection[int], together: float
+    groups: Sequence[ProductGroup], increases: Mapping[str, float], products: Set[FormatKey], together: float
 ) -> dict[str, float]:
     """Returns increases whose sum over the products in float8 is what these were measured to add together."""
     scaled, shares = dict(increases), {g.name: share_in(g, products) for g in groups if g.name in increases}
@@ -227,7 +253,7 @@ def _with_formats(
     offered = [group for group in groups if group.name in increases]
     timeline = plan.timeline
     if timeline is not None:  # the bound of the space with the chosen formats is none of other formats
-        least_s = space.with_float8({v.index: 0.0 for g in offered for v in g.vertices}).least_compute_s
+        least_s = space.with_formats({m: 0.0 for g in offered for m in sorted(g.members)}).least_compute_s
         timeline = replace(timeline, lower_bound_s=min(least_s, timeline.lower_bound_s))
     planned = PlannedFormats(
         formats.max_loss_increase,
@@ -247,10 +273,11 @@ def _with_formats(
 def _rows(
     request: PlanRequest, groups: Sequence[ProductGroup], increases: Mapping[str, float], found: FoundFormats
 ) -> tuple[FormatGroup, ...]:
-    rows, space = [], request.space.with_float8(dict.fromkeys(found.products, 0.0))
-    gain_of = gains_s(space, in_float8(space, found.choice, sorted(found.products)))
+    rows, space = [], request.space.with_formats(dict.fromkeys(sorted(found.products), 0.0))
+    gain_of = gains_s(space, in_formats(space, found.choice, found.products))
     for group in groups:
-        rounded = [v.index for v in group.vertices if v.index in found.products]
+        rounded = group.members & found.products
         gain_s = sum(gain_of[product] for product in rounded)
-        rows.append(FormatGroup(group.name, len(group.vertices), len(rounded), increases[group.name], gain_s))
+        counts = len(group.vertices), len(rounded)
+        rows.append(FormatGroup(group.name, *counts, increases[group.name], gain_s, group.format, group.kind))
     return tuple(sorted(rows, key=lambda row: (-row.gain_s, row.name)))

@@ -3,36 +3,49 @@
 import math
 from collections.abc import Sequence
 
-from diffshard.sharding_search.number_formats import ProductGroup
-from search_spaces.sharding.float8 import is_backward
+from diffshard.sharding_search.number_formats import GRADIENTS, KEPT, ProductGroup
+from search_spaces.sharding.base import FormatKey
+from search_spaces.sharding.product_formats import is_backward
 
 _LEAST_LAYERS = 3
 """Equal products from which on the first and the last of them count as those of the first and last layers."""
 
 
-def simple_rules(groups: Sequence[ProductGroup]) -> dict[str, frozenset[int]]:
-    """Returns by name of a rule the indices of the products that it puts into float8.
+def simple_rules(groups: Sequence[ProductGroup]) -> dict[str, frozenset[FormatKey]]:
+    """Returns by name of a rule the products that it puts into formats.
 
     The head is the place of the last product of the forward pass. The first and last layers are the places of the first
-    and last product, and of many equal products the first and the last.
+    and last product, and of many equal products the first and the last. With several formats each has these rules, and
+    one more puts the head into the first format and the others into the last one. Other rules send the sums of all
+    gradients in one format, or keep all arrays for the backward pass in one.
 
     Args:
-      groups: all products of a step.
+      groups: all products, sums and kept arrays of a step, in each format that they may be in.
     """
+    rules = {group.name: group.members for group in groups if group.place in (GRADIENTS, KEPT)}
+    groups = [group for group in groups if group.kind == "product"]
     vertices = [(vertex, group.place) for group in groups for vertex in group.vertices]
     backward = min((v.position for v, _ in vertices if is_backward(v)), default=math.inf)
     forward = sorted((v.position, place) for v, place in vertices if v.position < backward)
     ends = {forward[0][1], forward[-1][1]} if forward else set()
     head = {forward[-1][1]} if forward else set()
+    formats = list(dict.fromkeys(group.format for group in groups))
 
-    def products(places: set[str], inner_only: bool = False) -> frozenset[int]:
-        kept = [group for group in groups if group.place not in places]
+    def products(name: str, places: set[str], inner_only: bool = False) -> frozenset[FormatKey]:
+        kept = [group for group in groups if group.format == name and group.place not in places]
         cut = [1 if inner_only and len(group.vertices) >= _LEAST_LAYERS else 0 for group in kept]
         pairs = zip(kept, cut, strict=True)
-        return frozenset(v.index for group, n in pairs for v in group.vertices[n : len(group.vertices) - n])
+        return frozenset((v.index, name) for group, n in pairs for v in group.vertices[n : len(group.vertices) - n])
 
-    return {
-        "all products": products(set()),
-        "all but the head": products(head),
-        "all but first and last layers": products(ends, inner_only=True),
-    }
+    for name in formats:
+        words = "" if name == "float8" else f" in {name}"
+        rules |= {
+            f"all products{words}": products(name, set()),
+            f"all but the head{words}": products(name, head),
+            f"all but first and last layers{words}": products(name, ends, inner_only=True),
+        }
+    if len(formats) > 1:
+        others = products(formats[-1], head)
+        of_head = frozenset(m for g in groups if g.place in head and g.format == formats[0] for m in g.members)
+        rules[f"the head in {formats[0]}, all others in {formats[-1]}"] = of_head | others
+    return rules

@@ -8,7 +8,7 @@ on the wrong side exceeds, and one on the right side leaves unused, is settled b
 shardings (a knapsack).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,12 +16,14 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from cost.evaluation import evaluate
+from diffshard.base import InfeasibleError
 from diffshard.deadline import Deadline
-from diffshard.sharding_search.number_formats import ProductGroup
+from diffshard.sharding_search.number_formats import ProductGroup, kind_of
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import fastest_choice, make_plan, solve_problem_of
 from diffshard.sharding_search.request import PlanRequest
-from search_spaces.sharding.float8_gains import gains_s, in_float8, in_own_formats
+from search_spaces.sharding.base import FormatKey
+from search_spaces.sharding.format_gains import best_gains_s, gains_s, in_formats, in_own_formats
 from search_spaces.sharding.space import ShardingSpace
 
 _MOST_PRICES = 6
@@ -44,17 +46,55 @@ class FoundFormats(NamedTuple):
 
     Attributes:
       plan: with what is predicted of its formats.
-      products: the indices of the vertices that are in float8.
-      choice: `[V]` its strategies, in the space without float8.
+      products: those that are in formats, and what else is in fewer bits.
+      choice: `[V]` its strategies, in the space without formats.
       bound_s: no plan within the limit is faster, by the increases that it was found with.
       bound_of_any_s: no plan is faster, whatever it does to the loss.
     """
 
     plan: Plan
-    products: frozenset[int]
+    products: frozenset[FormatKey]
     choice: np.ndarray
     bound_s: float
     bound_of_any_s: float
+
+    @property
+    def start(self) -> "Start":
+        """Where another search may begin."""
+        return Start(self.choice, kept_in(self.products))
+
+
+class Start(NamedTuple):
+    """Where a search begins.
+
+    Attributes:
+      choice: `[V]` strategies in the space without formats.
+      kept: arrays that are kept as codes, which the memory limit may need.
+    """
+
+    choice: np.ndarray
+    kept: frozenset[FormatKey]
+
+
+def kept_in(keys: Iterable[FormatKey]) -> frozenset[FormatKey]:
+    """Returns those of some keys that are arrays kept as codes."""
+    return frozenset(key for key in keys if kind_of(key) == "kept")
+
+
+def first_start(request: PlanRequest, groups: Sequence[ProductGroup], deadline: Deadline) -> Start:
+    """Returns the fastest choice found in which nothing is in fewer bits; or only kept arrays, if no other fits memory.
+
+    Raises:
+      InfeasibleError: no plan fits the memory limit.
+    """
+    offered = kept_in(member for group in groups for member in group.members)
+    try:
+        return Start(np.asarray(fastest_choice(request, deadline).choice), frozenset())
+    except InfeasibleError:
+        if not offered:
+            raise
+    _, products, choice = plan_with(request, offered, deadline)
+    return Start(choice, products)
 
 
 def fastest_within(
@@ -63,7 +103,7 @@ def fastest_within(
     increases: Mapping[str, float],
     limit: float,
     deadline: Deadline,
-    start: np.ndarray,
+    start: Start,
 ) -> FoundFormats:
     """Returns the fastest plan found whose predicted increase of the loss is within a limit.
 
@@ -73,72 +113,77 @@ def fastest_within(
       increases: of the loss, by the names of groups. Those that are not named or not finite stay as they are.
       limit: on the sum of the increases of those in float8.
       deadline: of this search.
-      start: `[V]` strategies in the space without float8. What is found is not slower than these with the best formats.
+      start: where it begins. What is found is not slower than that with the best formats.
 
     Raises:
       InfeasibleError: no plan fits the memory limit.
     """
     groups = [group for group in groups if np.isfinite(increases.get(group.name, np.inf))]
     losses = np.array([increases[group.name] for group in groups])
-    space = request.space.with_float8(_prices(groups, np.zeros(len(groups))))
-    bound_s, bound_of_any_s, solutions, choices = -np.inf, 0.0, [], [start]
+    space = request.space.with_formats(_prices(groups, np.zeros(len(groups))))
+    bound_s, bound_of_any_s, solutions, starts = -np.inf, 0.0, [], [start]
     price, tried = 0.0, set()
     while price not in tried and len(tried) < _MOST_PRICES and not (tried and deadline.is_over(0.6)):
         tried.add(price)
-        priced = space.with_float8(_prices(groups, price * losses))
+        priced = space.with_formats(_prices(groups, price * losses))
         limited = replace(request.options, time_limit_s=deadline.remaining_s(_SEARCH_SHARE))
-        begin = _with_gains(priced, choices[-1])
+        begin = _with_gains(priced, starts[-1])
         solution = solve_problem_of(limited, priced.problem, priced, begin, request.progress)
         bound_s = max(bound_s, solution.lower_bound - price * limit - space.most_preference_s)
         bound_of_any_s = bound_s if price == 0 else bound_of_any_s
-        loss = predicted_increase(groups, increases, priced.layout(solution.choice).rounded)
+        keys = priced.layout(solution.choice).in_fewer_bits
+        loss = predicted_increase(groups, increases, keys)
         solutions.append(_Priced(solution.cost - price * loss, loss))
-        choices.append(in_own_formats(priced, solution.choice))
+        starts.append(Start(in_own_formats(priced, solution.choice), kept_in(keys)))
         price = _next_price(solutions, limit)
     best = None
-    for chosen, start in _candidates(space, groups, losses, choices, limit):
-        planned = plan_with(request, [v.index for i in chosen for v in groups[i].vertices], deadline, start)
+    for chosen, start in _candidates(space, groups, losses, starts, limit):
+        planned = plan_with(request, sorted(member for i in chosen for member in groups[i].members), deadline, start)
         if best is None or planned[0].step_s < best[0].step_s:
             best = planned
         if len(chosen) == len(groups):  # all are free, as at the price 0
             bound_of_any_s = max(bound_of_any_s, planned[0].lower_bound_s)
-    assert best is not None
+    if best is None:
+        raise InfeasibleError(
+            f"No plan was found within `memory_limit_bytes` whose kept arrays add at most {limit:g} to the loss. Allow "
+            "more memory or a larger `Formats.max_loss_increase`."
+        )
     return FoundFormats(*best, max(bound_s, bound_of_any_s), bound_of_any_s)
 
 
 def plan_with(
-    request: PlanRequest, allowed: Collection[int], deadline: Deadline, start: np.ndarray | None = None
-) -> tuple[Plan, frozenset[int], np.ndarray]:
-    """Returns the fastest plan found that may have some products in float8, those that it has, and its choice."""
-    fixed = request.space.with_float8(dict.fromkeys(allowed, 0.0))
-    start = None if start is None else _with_gains(fixed, start)
-    solution = fastest_choice(request._replace(space=fixed), deadline, start)
-    products = fixed.layout(solution.choice).rounded
+    request: PlanRequest, allowed: Iterable[FormatKey], deadline: Deadline, start: Start | None = None
+) -> tuple[Plan, frozenset[FormatKey], np.ndarray]:
+    """Returns the fastest plan found that may have some products in formats, those that it has, and its choice."""
+    fixed = request.space.with_formats(dict.fromkeys(sorted(allowed), 0.0))
+    begin = None if start is None else _with_gains(fixed, start)
+    solution = fastest_choice(request._replace(space=fixed), deadline, begin)
+    products = fixed.layout(solution.choice).in_fewer_bits
     return make_plan(request._replace(space=fixed), solution), products, in_own_formats(fixed, solution.choice)
 
 
-def _with_gains(space: ShardingSpace, choice: np.ndarray) -> np.ndarray:
-    """Returns a choice of the space without float8 with the products in it that gain more than they cost."""
-    price_s = space.float8_price_s
-    return in_float8(space, choice, [i for i, gain_s in gains_s(space, choice).items() if gain_s > price_s[i]])
+def _with_gains(space: ShardingSpace, start: Start) -> np.ndarray:
+    """Returns a choice with what gains more than it costs in fewer bits, and what the start keeps as codes."""
+    kept = start.kept & space.format_price_s.keys()
+    return in_formats(space, start.choice, [*best_gains_s(space, start.choice), *kept])
 
 
 def predicted_increase(
-    groups: Sequence[ProductGroup], increases: Mapping[str, float], products: Collection[int]
+    groups: Sequence[ProductGroup], increases: Mapping[str, float], products: Set[FormatKey]
 ) -> float:
-    """Returns the sum of what groups add to the loss, of each the part of its products that are in float8."""
+    """Returns the sum of what groups add to the loss, of each the part of its products that are in its format."""
     shares = [(increases.get(group.name, 0.0), share_in(group, products)) for group in groups]
     return sum(increase * share for increase, share in shares if share)
 
 
-def share_in(group: ProductGroup, products: Collection[int]) -> float:
-    """Returns the share of a group's products that are among some, by the indices of their vertices."""
-    return sum(vertex.index in products for vertex in group.vertices) / len(group.vertices)
+def share_in(group: ProductGroup, products: Set[FormatKey]) -> float:
+    """Returns the share of a group's products that are among some."""
+    return len(group.members & products) / len(group.vertices)
 
 
-def _prices(groups: Sequence[ProductGroup], prices: np.ndarray) -> dict[int, float]:
+def _prices(groups: Sequence[ProductGroup], prices: np.ndarray) -> dict[FormatKey, float]:
     """Returns the price of each product: an equal part of its group's."""
-    return {v.index: float(p) / len(g.vertices) for g, p in zip(groups, prices, strict=True) for v in g.vertices}
+    return {m: float(p) / len(g.vertices) for g, p in zip(groups, prices, strict=True) for m in sorted(g.members)}
 
 
 def _next_price(solutions: Sequence[_Priced], limit: float) -> float:
@@ -157,36 +202,57 @@ def _candidates(
     space: ShardingSpace,
     groups: Sequence[ProductGroup],
     losses: np.ndarray,
-    choices: Sequence[np.ndarray],
+    starts: Sequence[Start],
     limit: float,
-) -> list[tuple[tuple[int, ...], np.ndarray]]:
-    """Returns sets of groups in float8 that are worth a last search for their shardings, and where it begins.
+) -> list[tuple[tuple[int, ...], Start]]:
+    """Returns sets of groups that are worth a last search for their shardings, and where it begins.
 
-    `space` has all groups free to be in float8, and `choices` are without.
+    `space` has all groups free to be in their formats. What a start keeps as codes takes its part of the limit first:
+    it gains no time, but memory.
     """
-    of_products = [gains_s(space, choice) for choice in choices]
-    gains = [np.array([sum(max(0.0, of[v.index]) for v in group.vertices) for group in groups]) for of in of_products]
-    exact_s = [float(evaluate(space.problem, choice.tolist()).cost) for choice in choices]
+    of_keys = [gains_s(space, start.choice) for start in starts]
+    gains = [np.array([sum(max(0.0, of[m]) for m in group.members) for group in groups]) for of in of_keys]
+    places = [(group.kind, group.vertices[0].index) for group in groups]
+    kinds = [places.index(place) for place in places]
+    exact_s = [float(evaluate(space.problem, start.choice.tolist()).cost) for start in starts]
+    candidates: dict[tuple[int, ...], tuple[float, Start]] = {}
+    for start, gain, seconds in zip(starts, gains, exact_s, strict=True):
+        kept = {i for i, group in enumerate(groups) if group.members & start.kept}
+        rest = limit - losses[sorted(kept)].sum()
+        if rest < 0:
+            continue
+        own_losses = np.where([i in kept for i in range(len(groups))], 0.0, losses)
+        chosen = tuple(sorted({*best_groups(gain, own_losses, rest, kinds), *kept}))
+        of_chosen = seconds - float(gain[list(chosen)].sum())
+        if chosen not in candidates or of_chosen < candidates[chosen][0]:
+            candidates[chosen] = of_chosen, start
+    best = sorted(candidates.items(), key=lambda item: item[1][0])[:_MOST_CANDIDATES]
+    return [(chosen, start) for chosen, (_, start) in best]
 
-    def seconds(chosen: tuple[int, ...]) -> list[float]:
-        return [exact - float(gain[list(chosen)].sum()) for exact, gain in zip(exact_s, gains, strict=True)]
 
-    candidates = dict.fromkeys(best_groups(gain, losses, limit) for gain in gains)
-    best = sorted(candidates, key=lambda chosen: min(seconds(chosen)))[:_MOST_CANDIDATES]
-    return [(chosen, choices[int(np.argmin(seconds(chosen)))]) for chosen in best]
+def best_groups(
+    gains: np.ndarray, losses: np.ndarray, limit: float, kinds: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """Returns the groups that gain most within the limit, by what each gains and costs; all if that is within it.
 
-
-def best_groups(gains: np.ndarray, losses: np.ndarray, limit: float) -> tuple[int, ...]:
-    """Returns the groups that gain most within the limit, by what each gains and costs; all if that is within it."""
+    Args:
+      gains: `[groups]` seconds.
+      losses: `[groups]` what each adds to the loss.
+      limit: on the sum of losses.
+      kinds: `[groups]` numbers, equal for groups of the same products in several formats, of which one is taken. None
+        where all have others.
+    """
     if losses.sum() <= limit:
         return tuple(range(len(gains)))  # all may be in float8, and the search says which are
     if not np.any(gains > 0):
         return ()
+    of_kind = np.arange(len(gains)) if kinds is None else np.asarray(kinds)
+    one_each = (of_kind == np.unique(of_kind)[:, None]).astype(float)
     result = milp(
         -gains / gains.max(),
         integrality=np.ones(len(gains)),
         bounds=Bounds(0, 1),
-        constraints=LinearConstraint(losses[None] / limit, -np.inf, 1.0),
+        constraints=LinearConstraint(np.concatenate([losses[None] / limit, one_each]), -np.inf, 1.0),
     )
     taken = [] if result.x is None else np.flatnonzero((result.x > 0.5) & (gains > 0)).tolist()
     while losses[taken].sum() > limit:  # by the tolerance of the solver

@@ -8,10 +8,12 @@ from cost.base import CollectiveKind
 from diffshard.base import PlanError
 from diffshard.plans.base import Operation, PlanData
 from search_spaces.partition_specs import IndexedSpec, indexed_spec
-from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy
+from search_spaces.sharding.base import Coded, Layout, ReshardStep, ShardingStrategy
+from search_spaces.sharding.codes import FORMATS as CODES
+from search_spaces.sharding.codes import sums_in
 from search_spaces.sharding.execution import make_layout
-from search_spaces.sharding.float8 import takes_float8
 from search_spaces.sharding.graph import Value, Vertex
+from search_spaces.sharding.product_formats import FORMATS, FormattedProduct, takes
 from search_spaces.sharding.space import ShardingSpace
 from search_spaces.sharding.spec import axes_in, shards
 
@@ -56,18 +58,35 @@ def layout_of(plan: PlanData, space: ShardingSpace) -> Layout:
         strategies.append(ShardingStrategy(operands, results, parts, reductions, unreduced))
         for value, spec in zip(vertex.results, kept_specs, strict=True):
             value_specs[value.id] = spec
-    return make_layout(space.graph, strategies, value_specs).with_float8(_rounded(plan, space))
+    return make_layout(space.graph, strategies, value_specs).with_formats(_rounded(plan, space) | _coded(plan, space))
 
 
-def _rounded(plan: PlanData, space: ShardingSpace) -> frozenset[int]:
-    rounded = [i for i, operation in enumerate(plan.operations) if operation.format]
-    for i in rounded:
-        if not takes_float8(space.graph.vertices[i]):
+def _rounded(plan: PlanData, space: ShardingSpace) -> frozenset[FormattedProduct]:
+    rounded = [(i, operation.format) for i, operation in enumerate(plan.operations) if operation.format]
+    for i, name in rounded:
+        if name not in FORMATS:
+            raise PlanError(f"The plan has a product in {name!r}, which is none of the formats {', '.join(FORMATS)}.")
+        if not takes(space.graph.vertices[i], name):
             raise PlanError(
-                f"The plan has {plan.operations[i].signature} ({plan.operations[i].source}) in "
-                f"{plan.operations[i].format}, which only products of floating-point arrays can be in."
+                f"The plan has {plan.operations[i].signature} ({plan.operations[i].source}) in {name}, which only "
+                "products of floating-point arrays can be in, those of blocks if they contract whole blocks."
             )
     return frozenset(rounded)
+
+
+def _coded(plan: PlanData, space: ShardingSpace) -> frozenset[Coded]:
+    sums = [Coded(i, operation.sent_in) for i, operation in enumerate(plan.operations) if operation.sent_in]
+    kept = [Coded(i, operation.kept_in, "kept") for i, operation in enumerate(plan.operations) if operation.kept_in]
+    residuals = {residual.value.vertex for residual in space.residuals.of_value.values()} if kept else set()
+    for coded in (*sums, *kept):
+        vertex, operation = space.graph.vertices[coded.vertex], plan.operations[coded.vertex]
+        is_kept = coded.kind == "kept"
+        if coded.format not in CODES or not (coded.vertex in residuals if is_kept else sums_in(vertex, coded.format)):
+            raise PlanError(
+                f"The plan {'keeps the result' if is_kept else 'sends the sums'} of {operation.signature} "
+                f"({operation.source}) in {coded.format}, in which that cannot be."
+            )
+    return frozenset((*sums, *kept))
 
 
 def has_reductions(plan: PlanData) -> bool:

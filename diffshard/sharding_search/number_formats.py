@@ -1,23 +1,33 @@
 """What a search may do to the numbers of a step: the user's limit, and the groups of products that are decided."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from cost.base import Hardware
 from cost.real_numbers import is_positive, real_number, whole_number
-from search_spaces.sharding.float8 import RATE, is_backward, takes_float8
-from search_spaces.sharding.float8_gains import most_gains_s
+from search_spaces.sharding.base import Coded, FormatKey
+from search_spaces.sharding.codes import FORMATS as CODES
+from search_spaces.sharding.codes import directions, is_narrower, sums_in
+from search_spaces.sharding.format_gains import most_gains_s
 from search_spaces.sharding.graph import Graph, Vertex
+from search_spaces.sharding.product_formats import FORMATS, is_backward, takes
 from search_spaces.sharding.space import ShardingSpace
 
 WHOLE_TRAINING_FACTOR = 10.0
 """How much more a format raises the loss of a whole training than of 20 steps: about that was measured with a byte GPT
 of two layers over 400 steps, for float8 as for float4."""
+GRADIENTS = "sums of gradients"
+"""The place of their group."""
+KEPT = "arrays kept for the backward pass"
+"""The place of these."""
+_SUMS = {"gradient": GRADIENTS, "forward": "forward sums", "backward": "backward sums"}
+"""What groups of sums are called, by their direction."""
 _LAYER_NUMBER = re.compile(r"\d+")
 _TRANSFORMATION = re.compile(r"\w+\(|\)")
 _NO_MODULES = {"", "rematted_computation", "checkpoint", "while", "body", "closed_call"}  # what JAX puts into scopes
@@ -48,6 +58,13 @@ class Formats:
         of the mean loss of the last fifth of each.
       measured_fn: the function that `calls` and `validation_runs` are of, where the searched one is too large for one
         device: a narrower model of the same code, whose products have the same names. None takes the searched one.
+      products: the formats that products may be in, besides their own: "float8" (with a scale for each tensor),
+        "float8_rows" and "int8" (a scale for each row of what is contracted), "float4" (e2m1, a scale for 32 numbers).
+        The hardware must have the rate of each.
+      sums: the formats of codes in which partial sums, as those of gradients, may be sent between devices: "bfloat16",
+        "float8", "int8" and "int4". Of those with as many bits as the sums themselves nothing is sent.
+      kept: the formats of codes, as for `sums`, as which arrays may be kept from the forward to the backward pass. That
+        takes time and saves memory, so that it is chosen where the memory limit asks for it.
     """
 
     max_loss_increase: float
@@ -60,6 +77,9 @@ class Formats:
     rounds: int = 2
     validation_runs: Sequence[Sequence[tuple[Any, ...]]] = field(default=(), repr=False)
     measured_fn: Callable[..., Any] | None = None
+    products: Sequence[str] = ("float8",)
+    sums: Sequence[str] = ()
+    kept: Sequence[str] = ()
 
     @property
     def look_starts(self) -> list[int]:
@@ -71,17 +91,41 @@ class Formats:
 
 
 class ProductGroup(NamedTuple):
-    """Products of equal layers that have equal places there.
+    """Products of equal layers that have equal places there, in one format; or sums of one direction; or kept arrays.
 
     Attributes:
-      name: its place, the pass, and the contracted dimensions of both operands.
-      place: modules and line without numbers of layers.
-      vertices: the products, in program order.
+      name: its place, the pass, and the contracted dimensions of both operands; then the format, unless it is float8.
+        Of sums their direction and the format.
+      place: modules and line without numbers of layers; of sums their direction; `KEPT`.
+      vertices: the operations, in program order.
+      format: the name of the format.
+      kind: "product", "sum" or "kept".
     """
 
     name: str
     place: str
     vertices: tuple[Vertex, ...]
+    format: str
+    kind: Literal["product", "sum", "kept"] = "product"
+
+    @property
+    def members(self) -> frozenset[FormatKey]:
+        """The operations in the format."""
+        return frozenset(map(self.member, self.vertices))
+
+    def member(self, vertex: Vertex) -> FormatKey:
+        """Returns an operation in the format of the group."""
+        return (vertex.index, self.format) if self.kind == "product" else Coded(vertex.index, self.format, self.kind)
+
+    def without(self, keys: Iterable[FormatKey]) -> frozenset[FormatKey]:
+        """Returns what of some keys is not of these operations, in whatever format."""
+        own = {vertex.index for vertex in self.vertices}
+        return frozenset(key for key in keys if key[0] not in own or kind_of(key) != self.kind)
+
+
+def kind_of(key: FormatKey) -> str:
+    """Returns the kind of the group that something in fewer bits is of."""
+    return key.kind if isinstance(key, Coded) else "product"
 
 
 def check_formats(formats: Any, hardware: Hardware) -> None:
@@ -105,12 +149,33 @@ def check_formats(formats: Any, hardware: Hardware) -> None:
     _check_measurements(formats)
     if formats.measured_fn is not None and not callable(formats.measured_fn):
         raise TypeError(f"`Formats.measured_fn` must be a function, not {type(formats.measured_fn).__name__}.")
-    rates = hardware.flops_per_s
-    if not isinstance(rates, Mapping) or RATE not in rates:
-        names = sorted(rates) if isinstance(rates, Mapping) else ["one rate for all"]
+    _check_products(formats.products, hardware)
+    _check_names("sums", formats.sums, CODES)
+    _check_names("kept", formats.kept, CODES)
+    if not (formats.products or formats.sums or formats.kept):
+        raise ValueError("`Formats` has neither `products` nor `sums` nor `kept`: give the formats of one of them.")
+
+
+def _check_products(products: Any, hardware: Hardware) -> None:
+    """Checks the formats of products against what there is and what the hardware multiplies."""
+    _check_names("products", products, FORMATS)
+    rates = hardware.flops_per_s if isinstance(hardware.flops_per_s, Mapping) else {}
+    if lacking := [name for name in products if FORMATS[name].rate not in rates]:
+        able = ", ".join(name for name, to in FORMATS.items() if to.rate in rates) or "none of the formats"
+        has = ", ".join(sorted(rates)) or "one rate for all"
         raise ValueError(
-            f"`hardware` {hardware.name!r} has no rate for {RATE}, which `formats` needs; it has {', '.join(names)}."
+            f"`hardware` {hardware.name!r} has no rate for {FORMATS[lacking[0]].rate}, which products in "
+            f"{lacking[0]} need: it has {has}, so that `Formats.products` may have {able}."
         )
+
+
+def _check_names(field: str, names: Any, known: Collection[str]) -> None:
+    if not isinstance(names, Sequence) or isinstance(names, str):
+        raise TypeError(f"`Formats.{field}` must be a list or tuple of formats, not {names!r}.")
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"`Formats.{field}` has {unknown[0]!r}, which is no format; there are {', '.join(known)}.")
+    if len(set(names)) < len(names):
+        raise ValueError(f"`Formats.{field}` must have each format once, not {list(names)}.")
 
 
 def _check_measurements(formats: Formats) -> None:
@@ -138,20 +203,64 @@ def _check_measurements(formats: Formats) -> None:
             raise ValueError(f"`Formats.validation_runs[{number}]` must have 2 calls or more, not {len(run)}.")
 
 
-def product_groups(space: ShardingSpace) -> list[ProductGroup]:
-    """Returns the products of a space that gain time in float8 with some strategy, without what they do to the loss."""
-    groups = groups_of(space.graph)
-    most_s = most_gains_s(space.with_float8({v.index: 0.0 for group in groups for v in group.vertices}))
-    return [group for group in groups if any(most_s[vertex.index] > 0 for vertex in group.vertices)]
+def product_groups(space: ShardingSpace, formats: Sequence[str] = ("float8",)) -> list[ProductGroup]:
+    """Returns the products of a space that gain time in formats with some strategy, whatever they do to the loss."""
+    return _gaining(space, groups_of(space.graph, formats))
 
 
-def groups_of(graph: Graph) -> list[ProductGroup]:
-    """Returns all products that could be in float8, in the order of the program."""
+def offered_groups(space: ShardingSpace, formats: Formats) -> list[ProductGroup]:
+    """Returns what gains time in fewer bits with some strategy, whatever it does to the loss, and all kept arrays."""
+    return _gaining(space, all_groups(space, formats))
+
+
+def _gaining(space: ShardingSpace, groups: Sequence[ProductGroup]) -> list[ProductGroup]:
+    most_s = most_gains_s(space.with_formats({member: 0.0 for group in groups for member in sorted(group.members)}))
+    return [group for group in groups if group.kind == "kept" or any(most_s[member] > 0 for member in group.members)]
+
+
+def all_groups(space: ShardingSpace, formats: Formats) -> list[ProductGroup]:
+    """Returns all that could be in fewer bits: products, then sums, then kept arrays."""
+    graph = space.graph
+    residuals = [graph.vertices[r.value.vertex] for r in space.residuals.of_value.values()] if formats.kept else ()
+    return [
+        *groups_of(graph, formats.products),
+        *_sum_groups(graph, formats.sums),
+        *_kept_groups(residuals, formats.kept),
+    ]
+
+
+def groups_of(graph: Graph, formats: Sequence[str] = ("float8",)) -> list[ProductGroup]:
+    """Returns all products that could be in formats: of each format those in the order of the program."""
+    groups: dict[tuple[str, str, str], list[Vertex]] = {}
+    for name in formats:
+        for vertex in graph.operations():
+            if takes(vertex, name):
+                groups.setdefault((*_name_and_place(vertex), name), []).append(vertex)
+    return [
+        ProductGroup(f"{place_and_dims} {name}" if name != "float8" else place_and_dims, place, tuple(vertices), name)
+        for (place_and_dims, place, name), vertices in groups.items()
+    ]
+
+
+def _sum_groups(graph: Graph, formats: Sequence[str]) -> list[ProductGroup]:
+    """Returns the partial sums that could be sent in formats, those of gradients, forward and backward apart."""
+    direction_of = directions(graph) if formats else ()
     groups: dict[tuple[str, str], list[Vertex]] = {}
-    for vertex in graph.operations():
-        if takes_float8(vertex):
-            groups.setdefault(_name_and_place(vertex), []).append(vertex)
-    return [ProductGroup(*names, tuple(vertices)) for names, vertices in groups.items()]
+    for direction, name in product(_SUMS, formats):
+        for vertex in graph.operations():
+            if direction_of[vertex.index] == direction and sums_in(vertex, name):
+                groups.setdefault((_SUMS[direction], name), []).append(vertex)
+    return [ProductGroup(f"{place} in {name}", place, tuple(v), name, "sum") for (place, name), v in groups.items()]
+
+
+def _kept_groups(makers: Sequence[Vertex], formats: Sequence[str]) -> list[ProductGroup]:
+    """Returns the arrays that could be kept as codes, by format; `makers` are the operations that make them."""
+    groups = []
+    for name in formats:
+        vertices = tuple(vertex for vertex in makers if is_narrower(name, vertex.results[0].dtype))
+        if vertices:
+            groups.append(ProductGroup(f"{KEPT} in {name}", KEPT, vertices, name, "kept"))
+    return groups
 
 
 def _name_and_place(vertex: Vertex) -> tuple[str, str]:

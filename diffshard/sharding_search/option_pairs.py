@@ -27,7 +27,6 @@ REFUSED_PAIRS = (
     RefusedPair("objective", 'check="compile"', f"a compiler {_BY_SECONDS}"),
     RefusedPair("objective", "cache", "a file cannot tell one function from another; use `Plan.save` and `start`"),
     RefusedPair("formats", "pipeline", "the stages of a pipeline keep the formats of the step"),
-    RefusedPair("formats", "devices", "each shape of the mesh would be such a search; give `plan.mesh` of one without"),
     RefusedPair("formats", "remat", "what is computed again is not measured; use `jax.checkpoint`"),
     RefusedPair("formats", "check", "formats change results by more than rounding, and are compiled for one executor"),
     RefusedPair("formats", "cache", "a file does not keep what was measured; use `Plan.save`, and `increases` again"),

@@ -17,8 +17,8 @@ from diffshard.plans.base import Executor, PlanData, Tensor
 from diffshard.plans.difference import PlanDifference, difference_of
 from diffshard.plans.file import load, save
 from diffshard.plans.logical_rules import LogicalRules, logical_rules_of
-from diffshard.plans.notebook import framed
 from diffshard.plans.page import format_page
+from diffshard.plans.page_elements import framed
 from diffshard.plans.text import format_in_line, format_plan
 from diffshard.processes import errors_for_all, processes_of
 from diffshard.sharding_search.call import Call, Static, Structure, abstract_array, array_paths, split

@@ -16,8 +16,8 @@ from diffshard.base import InfeasibleError, Progress
 from diffshard.live_progress import ProgressDisplay, live_line
 from diffshard.plans.base import PlanData
 from diffshard.plans.formats import format_bytes, format_count, format_devices, format_s, short_name
-from diffshard.plans.notebook import NOT_PLANNED, planned_function_element
 from diffshard.plans.page import format_page
+from diffshard.plans.page_elements import NOT_PLANNED, planned_function_element
 from diffshard.processes import errors_for_all, processes_of
 from diffshard.rare_collections import rare_collections
 from diffshard.sharding_search.call import Call, Structure, array_types, bound_arguments, call_of, split

@@ -18,8 +18,8 @@ from diffshard.base import OPTIMAL_GAP, InfeasibleError, Progress, Solution
 from diffshard.deadline import Deadline
 from diffshard.outer_search import CutOffError
 from diffshard.plans.base import Operation, PlannedObjective, PredictedCollective, Tensor
-from diffshard.plans.computing import PredictedComputing
 from diffshard.plans.formats import short_name
+from diffshard.plans.sections import PredictedComputing
 from diffshard.sharding_search.executors import default_executor, executor_notes
 from diffshard.sharding_search.fingerprints import function_digest
 from diffshard.sharding_search.layout import signature_of
@@ -45,7 +45,6 @@ from diffshard.solving.violations import format_excess
 from search_spaces.partition_specs import IndexedSpec, NamedSpec, named_spec
 from search_spaces.sharding.base import Layout
 from search_spaces.sharding.explaining import NextBest, Summary
-from search_spaces.sharding.float8 import FLOAT8
 from search_spaces.sharding.graph import Operand, Value, Vertex
 from search_spaces.sharding.memory import lifetimes_of
 from search_spaces.sharding.space import ShardingSpace
@@ -344,7 +343,9 @@ def _operation(vertex: Vertex, layout: Layout, compute_s: float, axis_names: Seq
         reductions=tuple(tuple((step.kind, axis_names[step.axis]) for step in steps) for steps in strategy.reductions)
         if vertex.kind == "operation"
         else (),
-        format=FLOAT8 if strategy.in_float8 else "",
+        format=strategy.format,
+        sent_in=strategy.sent_in,
+        kept_in=strategy.kept_in,
     )
 
 

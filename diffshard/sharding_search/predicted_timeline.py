@@ -3,8 +3,8 @@
 from collections import defaultdict
 
 from cost.streams import Played, play
-from diffshard.checks.achievable_rates import BETWEEN_HOSTS as BETWEEN_HOSTS_NAME
-from diffshard.checks.achievable_rates import INSIDE_HOST as INSIDE_HOST_NAME
+from diffshard.checks.kernel_work import BETWEEN_HOSTS as BETWEEN_HOSTS_NAME
+from diffshard.checks.kernel_work import INSIDE_HOST as INSIDE_HOST_NAME
 from diffshard.checks.spans import COMPUTE, Span
 from diffshard.checks.timeline import Timeline
 from diffshard.checks.timeline_lanes import lanes_of

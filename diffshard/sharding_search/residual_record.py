@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from diffshard.plans.residuals import How, Rematerialisation, Residual
+from diffshard.plans.sections import How, Rematerialisation, Residual
 from diffshard.plans.summary import modules_of
 from search_spaces.rematerialisation.choices import Network, RematChoice
 from search_spaces.rematerialisation.offloading import HostLink

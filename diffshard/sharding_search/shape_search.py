@@ -85,7 +85,7 @@ def _searched(find: Find, request: PlanRequest) -> OuterSearch[Plan]:
     options, least_s = request.options, 0.0
     if options.objective is not None:
         least_s = -math.inf
-    elif options.remat is None:  # what is copied to the host or computed again is other arithmetic
+    elif options.remat is None and options.formats is None:  # these have other arithmetic
         num_devices = math.prod(options.axis_sizes)
         least_s = least_step_s(request.traced_function.graph, request.space.donated, options.hardware, num_devices)
     _ = request.space.problem  # built before the solver's time begins, as of a single mesh

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from diffshard.plans.base import PlanData
 from diffshard.plans.formats import format_count, short_name
-from diffshard.plans.whole_work import WholeWork, WholeWorkWarning, warning_of
+from diffshard.plans.sections import WholeWork, WholeWorkWarning, warning_of
 from diffshard.sharding_search.request import PlanRequest
 from search_spaces.sharding.base import Layout
 from search_spaces.sharding.explaining import sources_of

@@ -7,13 +7,13 @@
 
 `shard_tables` is in `search.py`, `TablePlan` in `plan.py`.
 
-Planning: `solving.py` chooses the search; `annealing.py` with `chains.py` is the default one, `enumeration.py` that of
-few placements, and `bound.py` the lower bound. `learning.py` measures (`samples.py`, `measurements.py`) and trains a
+Planning: `solving.py` chooses the search; `annealing.py` with `chains.py` is the default one, and `bound.py` has the
+lower bound and the enumeration of few placements. `learning.py` measures (`measurements.py`) and trains a
 `LearnedTableCost`, and `learned_annealing.py` searches with it.
 
 Running: `layout.py` says where each piece of a table lies in the arrays of its device (`arrays.py`). The programs of
-all devices are `lookup_programs.py` and `update_programs.py`, with what they send in `exchanges.py` and their rows in
-`device_rows.py` and `host_rows.py`. `reference.py` has the operations on one table.
+all devices are in `programs.py`, with what they send in `exchanges.py` and their rows in `device_rows.py` and
+`host_rows.py`.
 """
 
 from typing import TYPE_CHECKING
@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING
 from diffshard.public_names import lazy_names
 
 if TYPE_CHECKING:
+    from diffshard.tables.arrays import padded_ids as padded_ids
     from diffshard.tables.learned_cost import LearnedTableCost as LearnedTableCost
     from diffshard.tables.learning import host_table_cost as host_table_cost
     from diffshard.tables.learning import learn_table_cost as learn_table_cost
     from diffshard.tables.plan import TablePlan as TablePlan
-    from diffshard.tables.reference import padded_ids as padded_ids
     from diffshard.tables.search import shard_tables as shard_tables
     from search_spaces.embedding_tables.base import EmbeddingTable as EmbeddingTable
 

@@ -23,9 +23,8 @@ from diffshard.solving.flat import numpy_generator
 from diffshard.solving.phases.balancing import Balancing
 from diffshard.solving.phases.base import Clock
 from diffshard.solving.solvers import gradient
-from diffshard.tables.bound import lower_bound_s
+from diffshard.tables.bound import enumerated, lower_bound_s
 from diffshard.tables.chains import SCHEDULE, Schedule, SummedChains, scaled
-from diffshard.tables.enumeration import enumerated
 from diffshard.tables.strategy_arrays import StrategyArrays, strategy_arrays
 from search_spaces.embedding_tables.space import EmbeddingTableSpace
 

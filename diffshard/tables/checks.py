@@ -14,8 +14,7 @@ from jax.core import Tracer
 
 from cost.real_numbers import real_number
 from diffshard.solving.solve import check_key
-from diffshard.tables.arrays import TableArrays
-from diffshard.tables.reference import NO_ID
+from diffshard.tables.arrays import NO_ID, TableArrays
 from search_spaces.embedding_tables.base import EmbeddingTable
 
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from diffshard.tables.arrays import NO_ID
 from diffshard.tables.layout import Layout
-from diffshard.tables.reference import NO_ID
 
 Arrays = Mapping[str, jax.Array]
 

@@ -11,7 +11,7 @@ from cost.pooled_networks import fit
 from cost.real_numbers import whole_number
 from diffshard.solving.flat import numpy_generator
 from diffshard.tables.learned_cost import LearnedTableCost
-from diffshard.tables.samples import Samples, device_samples, exchange_samples
+from diffshard.tables.measurements import Samples, device_samples, exchange_samples
 
 _MEASURED = "host_tables.npz"
 """The cost that comes with the package, learned by `python -m experiments.embedding_tables.learned --learn`."""

@@ -22,9 +22,8 @@ from diffshard.tables import checks
 from diffshard.tables.arrays import TableArrays, random_hosts, shapes_of, to_numbers, to_tables
 from diffshard.tables.host_rows import HOST_MEMORY
 from diffshard.tables.layout import check_fits
-from diffshard.tables.plan_data import TablePlanData, check_table_plan
-from diffshard.tables.text import format_table_plan
-from diffshard.tables.update_programs import DevicePrograms
+from diffshard.tables.plan_data import TablePlanData, check_table_plan, format_table_plan
+from diffshard.tables.programs import DevicePrograms
 from search_spaces.embedding_tables.prices import lookup_and_update_s
 from search_spaces.sharding.stated_seconds import stating_seconds
 

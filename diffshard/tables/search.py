@@ -7,7 +7,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -15,10 +15,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.base import Hardware
 from cost.real_numbers import is_positive, whole_number
-from diffshard.base import InfeasibleError, PlanError, Progress, Solution, Solver
+from diffshard.base import InfeasibleError, PlanError, Solution
 from diffshard.plans.formats import format_bytes
 from diffshard.sharding_search.options import hardware_for
-from diffshard.solving.solve import check_key
+from diffshard.solve_options import SolveOptions, checked_solve_options
 from diffshard.tables import learned_annealing
 from diffshard.tables.host_rows import check_host_memory
 from diffshard.tables.layout import Layout, check_counts
@@ -43,10 +43,7 @@ def shard_tables(
     access: Mapping[str, Sequence[float]] | None = None,
     batch_size: int = 65536,
     cost: LearnedTableCost | None = None,
-    solver: str | Solver | None = None,
-    time_limit_s: float | None = None,
-    key: jax.Array | int | None = None,
-    progress: Progress | None = None,
+    **options: Unpack[SolveOptions],
 ) -> TablePlan:
     """Finds which device holds which part of each embedding table, so that a step's lookups take the least time.
 
@@ -71,10 +68,7 @@ def shard_tables(
       batch_size: examples in a step, of all devices together.
       cost: what `learn_table_cost` measured on devices of this kind; it predicts in place of bytes and bandwidths, by a
         search of its own and without a bound. Devices must be alike.
-      solver: as in `solve`; None anneals many placements side by side and has a bound of its own.
-      time_limit_s: as in `solve`.
-      key: as in `solve`.
-      progress: as in `solve`.
+      **options: of the solver; without one many placements are annealed side by side, with a bound of its own.
 
     Raises:
       InfeasibleError: the tables do not fit the memory, in arrays as long on each device as on the fullest one; says
@@ -83,19 +77,19 @@ def shard_tables(
     """
     start_s = time.perf_counter()
     tables = _checked_tables(tables, access)
-    if progress is not None and not callable(progress):
-        raise TypeError(f"`progress` must be a function of seconds, cost and bound, or None, not {progress!r}.")
+    options = checked_solve_options(options)
     mesh = _checked_mesh(mesh_or_devices)
     devices = _devices(mesh, hardware, memory_limit_bytes, host_memory_limit_bytes, batch_size)
     space = EmbeddingTableSpace(tables, devices)
-    _check_cost(cost, devices, solver, time_limit_s, key)
+    _check_cost(cost, devices, options)
     _check_memory(space)
     choice = None
     if cost is not None:
-        choice = learned_annealing.solve(space, cost, time_limit_s=time_limit_s, key=key, progress=progress)
+        own: Any = {name: value for name, value in options.items() if name != "solver"}
+        choice = learned_annealing.solve(space, cost, **own)
     bound_s, status, history = 0.0, "finished", ()
     if choice is None:
-        solution = solve_space(space, solver, time_limit_s=time_limit_s, key=key, progress=progress)
+        solution = solve_space(space, **options)
         _check_feasible(space, solution)
         choice, status, history = solution.choice, solution.status, solution.history
         bound_s = max(float(solution.lower_bound), 0.0) if cost is None else 0.0
@@ -128,7 +122,7 @@ def _check_feasible(space: EmbeddingTableSpace, solution: Solution) -> None:
         )
 
 
-def _check_cost(cost: Any, devices: TableDevices, solver: Any, time_limit_s: Any, key: Any) -> None:
+def _check_cost(cost: Any, devices: TableDevices, options: SolveOptions) -> None:
     """Raises where a learned cost cannot be used."""
     if cost is None:
         return
@@ -136,11 +130,8 @@ def _check_cost(cost: Any, devices: TableDevices, solver: Any, time_limit_s: Any
         raise TypeError(f"`cost` must be a LearnedTableCost, as `learn_table_cost` makes, or None, not {cost!r}.")
     if len(set(devices.hardware)) > 1:
         raise ValueError("`cost` was learned on devices of one kind, but `hardware` has several. Leave `cost` out.")
-    if solver is not None:
+    if (solver := options.get("solver")) is not None:
         raise ValueError(f"`cost` has a search of its own; leave out `solver`, which is {solver!r}, or `cost`.")
-    if time_limit_s is not None and not is_positive(time_limit_s):
-        raise ValueError(f"`time_limit_s` must be positive or None, not {time_limit_s!r}.")
-    check_key(key)
 
 
 def _checked_tables(tables: Any, access: Mapping[str, Sequence[float]] | None) -> tuple[EmbeddingTable, ...]:

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import diffshard
-from diffshard.checks.achievable_rates import H100_HOST, achievable_rates
 from diffshard.checks.collectives import hlo_collectives
-from diffshard.checks.gpu_target import gpu_mesh
+from diffshard.checks.kernel_work import H100_HOST, achievable_rates
+from diffshard.checks.targets import gpu_mesh
 from diffshard.checks.timeline import simulate
 from diffshard.pipelines.pipelined_function import PipelinedFunction
 from diffshard.pipelines.stage_memory import compiled_program, stage_memory

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from cost.clusters import Cluster
 from cost.pipeline_schedules import Schedule, graph_of, kept_microbatches
-from diffshard.checks.gpu_target import gpu_mesh
+from diffshard.checks.targets import gpu_mesh
 from diffshard.pipelines.base import Pipeline
 from diffshard.pipelines.cutting import uncut_step
 from diffshard.pipelines.decisions import ChosenPipeline

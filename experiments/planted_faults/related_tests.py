@@ -12,7 +12,6 @@ _THROUGH_FOLDERS = {
     "cost": "tests/conformance/test_cost_models.py",
     "search_spaces": "tests/conformance/test_spaces.py",
     "diffshard/solving": "tests/conformance/test_solvers.py",
-    "diffshard/bilevel_search/estimators": "tests/conformance/test_estimators.py",
 }
 _ONLY_BY_IMPORT = "experiments"  # whose tests, all together, take minutes
 

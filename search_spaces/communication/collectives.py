@@ -12,6 +12,7 @@ of the encoded sums: every number is rounded twice on one axis, and once more on
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,15 +31,15 @@ def run_exact(collective: CollectiveOp, x: jax.Array) -> jax.Array:
 
 
 def run_encoded(
-    collective: CollectiveOp, x: jax.Array, precision: Precision, key: jax.Array
+    collective: CollectiveOp, x: jax.Array, precision: Precision, key: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Runs a collective whose operand is sent as codes.
+    """Runs a collective whose operand is sent as codes; `key` may be None if these are rounded to the nearest.
 
     Returns:
       The result in the type of `x`; and for an all-reduce this device's residual, float32: the sum of the residuals
       over the devices is the exact sum minus the result. None for the other kinds.
     """
-    key = jax.random.fold_in(key, lax.axis_index(collective.axes))
+    key = _folded(key, lax.axis_index(collective.axes))
     axes, sizes, n = collective.axes, collective.sizes, collective.num_devices
     residual = None
     match collective.kind:
@@ -82,17 +83,36 @@ def encode(x: jax.Array, precision: Precision, key: jax.Array | None = None) -> 
     """
     if precision.rounding == "stochastic" and key is None:
         raise ValueError(f"`key` is None, but {precision.name!r} rounds stochastically; give a `jax.random.key`.")
+    codes, scales = to_codes(x, precision, key)
+    if math.isinf(precision.largest):
+        return codes
+    packed = lax.bitcast_convert_type(codes, jnp.uint8)
+    return jnp.concatenate([packed, lax.bitcast_convert_type(scales, jnp.uint8)], axis=-1)
+
+
+def to_codes(x: jax.Array, precision: Precision, key: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """Returns the codes of the numbers along the last dimension, and the scales apart from them.
+
+    Args:
+      x: `[..., elements]` real numbers.
+      precision: of the codes.
+      key: as for `encode`.
+
+    Returns:
+      `[..., blocks, codes]`, two codes of 4 bits in one; and the scales `[..., blocks]`, float32. Or `[..., elements]`
+      in the codes' type and no scales.
+    """
     x = x.astype(jnp.float32)
     if math.isinf(precision.largest):
-        return _round(x, precision, key).astype(precision.dtype)
+        return _round(x, precision, key).astype(precision.dtype), jnp.zeros(0)
     blocks = _blocks(x)
     scales = jnp.max(jnp.abs(blocks), axis=-1) / precision.largest
     scaled_blocks = blocks / jnp.where(scales > 0, scales, 1.0)[..., None]
     numbers = _round(jnp.clip(scaled_blocks, -precision.largest, precision.largest), precision, key)
-    codes = lax.bitcast_convert_type(numbers.astype(precision.dtype), jnp.uint8)
+    codes = numbers.astype(precision.dtype)
     if precision.bits == 4:
         codes = (codes[..., 0::2] & 0xF) | (codes[..., 1::2] << 4)
-    return jnp.concatenate([codes, lax.bitcast_convert_type(scales, jnp.uint8)], axis=-1)
+    return codes, scales
 
 
 def decode(encoded_numbers: jax.Array, precision: Precision, num_elements: int) -> jax.Array:
@@ -100,10 +120,17 @@ def decode(encoded_numbers: jax.Array, precision: Precision, num_elements: int) 
     if math.isinf(precision.largest):
         return encoded_numbers.astype(jnp.float32)
     codes, scales = encoded_numbers[..., :-4], lax.bitcast_convert_type(encoded_numbers[..., -4:], jnp.float32)
+    return from_codes(lax.bitcast_convert_type(codes, precision.dtype), scales, precision, num_elements)
+
+
+def from_codes(codes: jax.Array, scales: jax.Array, precision: Precision, num_elements: int) -> jax.Array:
+    """Decodes what `to_codes` returned; returns `[..., num_elements]` float32."""
+    if math.isinf(precision.largest):
+        return codes.astype(jnp.float32)
     if precision.bits == 4:
-        codes = jnp.stack([codes & 0xF, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
-        codes = jnp.where(codes > 7, codes | 0xF0, codes)
-    values = lax.bitcast_convert_type(codes, precision.dtype).astype(jnp.float32) * scales[..., None]
+        low = (codes << 4) >> 4  # with the sign of the low half
+        codes = jnp.stack([low, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
+    values = codes.astype(jnp.float32) * scales[..., None]
     return values.reshape(*values.shape[:-2], -1)[..., :num_elements]
 
 
@@ -184,7 +211,7 @@ def _gather(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 
 def _sum_and_scatter(
-    rows: jax.Array, axes: Sequence[str], sizes: Sequence[int], precision: Precision, key: jax.Array
+    rows: jax.Array, axes: Sequence[str], sizes: Sequence[int], precision: Precision, key: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Sums rows `[n, elements]` over devices, each sum on the device of its row; the last axis goes first.
 
@@ -201,14 +228,14 @@ def _sum_and_scatter(
     sums = decode(_exchange(codes, axis), precision, width).sum(axis=0)
     if outer:
         sums, residual_of_sums = _sum_and_scatter(
-            sums.reshape(-1, rows.shape[1]), outer, sizes[:-1], precision, jax.random.fold_in(key, 0)
+            sums.reshape(-1, rows.shape[1]), outer, sizes[:-1], precision, _folded(key, 0)
         )
         residual = residual.at[lax.axis_index(axis)].add(residual_of_sums.ravel())
     return sums, jnp.moveaxis(residual.reshape(n, -1, rows.shape[1]), 0, 1).reshape(rows.shape)
 
 
 def _sum_everywhere(
-    x: jax.Array, axes: Sequence[str], sizes: Sequence[int], precision: Precision, key: jax.Array
+    x: jax.Array, axes: Sequence[str], sizes: Sequence[int], precision: Precision, key: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Sums `[elements]` over devices; returns the sum and this device's residual.
 
@@ -217,10 +244,14 @@ def _sum_everywhere(
     num_devices = math.prod(sizes)
     rows = jnp.pad(x, (0, -x.size % num_devices)).reshape(num_devices, -1)
     sums, residual = _sum_and_scatter(rows, axes, sizes, precision, key)
-    codes = encode(sums, precision, jax.random.fold_in(key, 1))
+    codes = encode(sums, precision, _folded(key, 1))
     residual = residual.at[lax.axis_index(tuple(axes))].add(sums - decode(codes, precision, sums.size))
     whole = decode(_gather(codes, axes), precision, sums.size)
     return whole.ravel()[: x.size], residual.ravel()[: x.size]
+
+
+def _folded(key: jax.Array | None, data: Any) -> jax.Array | None:
+    return None if key is None else jax.random.fold_in(key, data)
 
 
 def _cut_into_parts(x: jax.Array, dimension: int, count: int, tiled: bool) -> jax.Array:

@@ -7,7 +7,7 @@ Letters for sizes: A mesh axes, F factors of a rule, V nodes (the vertices of th
 of node v.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -114,7 +114,11 @@ class ShardingStrategy(NamedTuple):
       reductions: for each result the collectives that finish its partial sums; of an array that is stored one way and
         gathered for its readers, the gathers.
       unreduced: the specs of the results before those collectives.
-      in_float8: whether the operands of a product are rounded to float8 before they are multiplied.
+      format: the name of the format to which the operands of a product are rounded before they are multiplied; "" for
+        a product that runs as it was traced, and for every other operation.
+      sent_in: the format of the codes in which partial sums are sent, a key of `codes.FORMATS`; "" for no codes.
+      kept_in: the format of the codes as which the result is kept for the backward pass; "" for no codes. In the
+        problem it is chosen by the hub of the value.
     """
 
     operands: tuple[IndexedSpec, ...]
@@ -122,7 +126,28 @@ class ShardingStrategy(NamedTuple):
     parts: int
     reductions: tuple[tuple[ReshardStep, ...], ...]
     unreduced: tuple[IndexedSpec, ...]
-    in_float8: bool = False
+    format: str = ""
+    sent_in: str = ""
+    kept_in: str = ""
+
+
+class Coded(NamedTuple):
+    """What is in fewer bits besides the operands of a product.
+
+    Attributes:
+      vertex: the index of the operation.
+      format: a key of `codes.FORMATS`.
+      kind: "sum" for its partial sums, which are sent as codes; "kept" for its result, which is kept as codes for the
+        backward pass.
+    """
+
+    vertex: int
+    format: str
+    kind: Literal["sum", "kept"] = "sum"
+
+
+FormatKey = tuple[int, str] | Coded
+"""What can be in fewer bits: a product, by its vertex and a format of its operands; or something else."""
 
 
 class Node(NamedTuple):
@@ -175,11 +200,31 @@ class Layout(NamedTuple):
     output_specs: tuple[IndexedSpec, ...]
 
     @property
-    def rounded(self) -> frozenset[int]:
-        """The indices of the products that run in float8."""
-        return frozenset(i for i, strategy in enumerate(self.strategies) if strategy.in_float8)
+    def rounded(self) -> frozenset[tuple[int, str]]:
+        """The products whose operands are rounded: indices of vertices, with names of formats."""
+        return frozenset((i, strategy.format) for i, strategy in enumerate(self.strategies) if strategy.format)
 
-    def with_float8(self, products: Collection[int]) -> "Layout":
-        """Returns the layout with these products in float8, by the indices of their vertices, and no others."""
-        strategies = (s._replace(in_float8=i in products) for i, s in enumerate(self.strategies))
+    @property
+    def coded(self) -> frozenset[Coded]:
+        """What is in fewer bits besides."""
+        sums = (Coded(i, s.sent_in) for i, s in enumerate(self.strategies) if s.sent_in)
+        return frozenset((*sums, *(Coded(i, s.kept_in, "kept") for i, s in enumerate(self.strategies) if s.kept_in)))
+
+    @property
+    def in_fewer_bits(self) -> frozenset[FormatKey]:
+        """All of both."""
+        return self.rounded | self.coded
+
+    def with_formats(self, keys: Iterable[FormatKey]) -> "Layout":
+        """Returns the layout with these in fewer bits, of each kind at most one for each vertex, and nothing else."""
+        keys = list(keys)
+        sent_in, kept_in = (
+            {key.vertex: key.format for key in keys if isinstance(key, Coded) and key.kind == kind}
+            for kind in ("sum", "kept")
+        )
+        format_of = dict(key for key in keys if not isinstance(key, Coded))
+        strategies = (
+            s._replace(format=format_of.get(i, ""), sent_in=sent_in.get(i, ""), kept_in=kept_in.get(i, ""))
+            for i, s in enumerate(self.strategies)
+        )
         return self._replace(strategies=tuple(strategies))

@@ -41,6 +41,7 @@ def computing_of(graph: Graph, layout: Layout, node_costs: NodeCosts) -> Computi
     products_s = products_at_peak_s = traffic_s = traffic_at_peak_s = 0.0
     for vertex, strategy in zip(graph.vertices, layout.strategies, strict=True):
         seconds = node_costs.chosen_compute_s(vertex, strategy)
+        traffic_s += node_costs.chosen_keeping_s(vertex, layout)
         if not seconds:
             continue
         work = node_costs.work(vertex, strategy)

@@ -15,19 +15,23 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from search_spaces.communication.collectives import from_codes, to_codes
 from search_spaces.partition_specs import IndexedSpec, named_spec, partition_spec
 from search_spaces.replay import bind
-from search_spaces.sharding.base import Layout, ReshardStep
-from search_spaces.sharding.float8 import float8_dtypes
+from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy
+from search_spaces.sharding.coded_sums import coded_sum, finish_sum
+from search_spaces.sharding.codes import FORMATS as CODES
 from search_spaces.sharding.given import rank_of
 from search_spaces.sharding.graph import Graph, Value, Vertex
-from search_spaces.sharding.interpreter import GraphInterpreter, ReadOperand
+from search_spaces.sharding.interpreter import GraphInterpreter, Keeping, ReadOperand
+from search_spaces.sharding.kept_codes import LateReads
 from search_spaces.sharding.local_blocks import Blocks, context_of_blocks
 from search_spaces.sharding.local_operations import LocalCall, combiner, run_local, unpadded, untyped_parameters
-from search_spaces.sharding.number_formats import Codes, float8_product, rounded
+from search_spaces.sharding.number_formats import Codes, formatted_product, rounded
+from search_spaces.sharding.product_formats import FORMATS
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.schedule import ProgramSchedule
-from search_spaces.sharding.spec import axes_in, replicated_spec
+from search_spaces.sharding.spec import replicated_spec
 from search_spaces.sharding.whole_operations import whole_operations
 
 
@@ -40,11 +44,20 @@ class DeviceProgram:
       mesh: the mesh; an abstract one can be lowered for, not run on.
       path: the steps between two specs: those that were priced.
       schedule: when collectives start and end.
+      late: what is kept as codes for the backward pass.
     """
 
-    def __init__(self, graph: Graph, layout: Layout, mesh: Mesh | AbstractMesh, path: Paths, schedule: ProgramSchedule):
+    def __init__(
+        self,
+        graph: Graph,
+        layout: Layout,
+        mesh: Mesh | AbstractMesh,
+        path: Paths,
+        schedule: ProgramSchedule,
+        late: LateReads = LateReads(),  # noqa: B008, immutable
+    ):
         self.graph, self.layout, self.mesh, self.path = graph, layout, mesh, path
-        self.schedule = schedule
+        self.schedule, self.keeping = schedule, Keeping(self.keep, self.kept, late)
         self.blocks = Blocks(tuple(mesh.axis_names), tuple(mesh.shape[name] for name in mesh.axis_names))
         # Asked here, because within the mapping over the mesh an opaque operation could not be traced by itself.
         whole = whole_operations(graph, layout.strategies, self.blocks.axis_sizes)
@@ -53,7 +66,9 @@ class DeviceProgram:
     def __call__(self, *arguments: Any) -> list[Any]:
         """Runs the function; returns its flat results."""
         constants = [self.layout.strategies[v.index].unreduced[0] for v in self.graph.constants]
-        run = GraphInterpreter(self.graph, self.layout, self.path, self, self.schedule, encode=self.encode)
+        run = GraphInterpreter(
+            self.graph, self.layout, self.path, self, self.schedule, encode=self.encode, keeping=self.keeping
+        )
         program = jax.shard_map(
             lambda *blocks: run(blocks[: len(arguments)], blocks[len(arguments) :]),
             mesh=self.mesh,
@@ -84,8 +99,8 @@ class DeviceProgram:
         strategy = self.layout.strategies[vertex.index]
         if not self._runs_whole(vertex):
             call = LocalCall(vertex, strategy, self.blocks)
-            if strategy.in_float8:
-                return _checked(call, float8_product(vertex, self._float8_operands(call, read)))
+            if strategy.format:
+                return _checked(call, formatted_product(vertex, self._rounded_operands(call, read)))
             operands = [read(operand, spec) for operand, spec in zip(vertex.operands, strategy.operands, strict=True)]
             return _checked(call, run_local(call, operands))
         assert vertex.equation is not None
@@ -96,7 +111,7 @@ class DeviceProgram:
             for array, value, spec in zip(results, vertex.results, strategy.results, strict=True)
         ]
 
-    def _float8_operands(self, call: LocalCall, read: ReadOperand) -> list[Codes]:
+    def _rounded_operands(self, call: LocalCall, read: ReadOperand) -> list[Codes]:
         """Returns the blocks of a product's operands, rounded on their way or here."""
         specs = call.strategy.operands
         operands = [read(o, spec, i) for i, (o, spec) in enumerate(zip(call.vertex.operands, specs, strict=True))]
@@ -108,18 +123,40 @@ class DeviceProgram:
 
     def encode(self, array: Any, vertex: Vertex, position: int, spec: IndexedSpec) -> Codes:
         """Rounds a block of an operand, which has a spec, to the format in which a product reads it."""
-        axes = [self.blocks.axis_names[axis] for axis in sorted(axes_in(spec))]
-        return rounded(array, float8_dtypes(vertex)[position], axes)
+        to = FORMATS[self.layout.strategies[vertex.index].format]
+        axes = [self.blocks.axis_names[axis] for axis in to.maxima(vertex, position, spec)]
+        return rounded(array, vertex, position, to, axes)
+
+    def keep(self, array: Any, value: Value) -> tuple[Any, Any]:
+        """Returns a block for the forward pass and its codes, which are made before anything reads the block."""
+        codes = to_codes(array, CODES[self.keeping.late.kept[value.id]])
+        array, codes = jax.lax.optimization_barrier((array, codes))
+        return array, codes
+
+    def kept(self, codes: Any, value: Value) -> Any:
+        """Returns the block that `keep` was given, as its codes have it."""
+        numbers, scales = codes
+        shape = self.blocks.shape(value.shape, self.layout.value_specs[value.id])
+        precision = CODES[self.keeping.late.kept[value.id]]
+        return from_codes(numbers, scales, precision, shape[-1]).astype(value.dtype)
 
     def reduce(self, vertex: Vertex, results: Sequence[Any]) -> Sequence[Any]:
         """Finishes the reduction of an operation on blocks."""
         strategy = self.layout.strategies[vertex.index]
         if self._runs_whole(vertex):
             return results
+        if strategy.sent_in:
+            return [self._finish_sum(vertex, strategy, block) for block in results]
         return [
             self.blocks.reduce(block, unreduced, steps, combiner(vertex))
             for block, unreduced, steps in zip(results, strategy.unreduced, strategy.reductions, strict=True)
         ]
+
+    def _finish_sum(self, vertex: Vertex, strategy: ShardingStrategy, block: Any) -> Any:
+        """Finishes the partial sums of an operation's only result on codes."""
+        steps = strategy.reductions[0]
+        num_exact = coded_sum(self.path, vertex.results[0], steps, strategy.sent_in).num_exact
+        return finish_sum(self.blocks, block, strategy.unreduced[0], steps, num_exact, CODES[strategy.sent_in])
 
     def _runs_whole(self, vertex: Vertex) -> bool:
         return vertex.index in self.whole_operations

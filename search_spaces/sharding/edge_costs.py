@@ -80,13 +80,18 @@ def edge_key(edge: Edge, nodes: Sequence[Node], shares: CollectiveShares) -> Has
     return *ends, edge.value.num_bytes, itemsize, shares.latency(edge.value), edge.weight, shares.exposed(edge.value)
 
 
-def messages_of(edge: Edge, nodes: Sequence[Node], path: Paths) -> dict[tuple[IndexedSpec, IndexedSpec], Message]:
-    """Returns how a value reaches a product in float8, for all specs that both ends may choose; nothing for others."""
+FormattedRead = tuple[IndexedSpec, IndexedSpec, str]
+"""The spec in which a value is made, that in which a product reads it, and the name of the product's format."""
+
+
+def messages_of(edge: Edge, nodes: Sequence[Node], path: Paths) -> dict[FormattedRead, Message]:
+    """Returns how a value reaches a product in a format, for all that both ends may choose; nothing for others."""
     reader = nodes[edge.reader]
-    in_float8 = [s for s, strategy in enumerate(reader.strategies) if strategy.in_float8 and reader.hub is None]
-    targets = dict.fromkeys(read_spec(reader, edge.operand, s) for s in in_float8)
+    formatted = [(s, strategy.format) for s, strategy in enumerate(reader.strategies) if strategy.format]
+    targets = dict.fromkeys((read_spec(reader, edge.operand, s), f) for s, f in formatted if reader.hub is None)
     sources = dict.fromkeys(s.results[edge.result] for s in nodes[edge.node].strategies) if targets else ()
-    return {(a, b): message_of(path, edge.value, a, b, in_float8=True) for a in sources for b in targets}
+    read_by = reader.vertex, edge.operand
+    return {(a, b, f): message_of(path, edge.value, a, b, *read_by, f) for a in sources for b, f in targets}
 
 
 def edge_transfer_s(
@@ -102,14 +107,15 @@ def edge_transfer_s(
     if not messages:
         return seconds
     of_pair = {
-        pair: reshard_costs.reshard_s((pair[0],), (pair[1],), message.num_bytes, latency_share, weight).item()
-        + (weight if message.is_coded else edge.weight) * sum(map(reshard_costs.maximum_s, message.maxima))
-        for pair, message in messages.items()
+        (a, b, f): reshard_costs.reshard_s((a,), (b,), message.num_bytes, latency_share, weight).item()
+        + (weight if message.is_coded else edge.weight)
+        * sum(reshard_costs.maximum_s(axis, message.maxima_bytes) for axis in message.maxima)
+        for (a, b, f), message in messages.items()
     }
     seconds = seconds.copy()
     for t, strategy in enumerate(reader.strategies):
-        if strategy.in_float8:
-            seconds[:, t] = [of_pair[source, targets[t]] for source in sources]
+        if strategy.format:
+            seconds[:, t] = [of_pair[source, targets[t], strategy.format] for source in sources]
     return seconds
 
 

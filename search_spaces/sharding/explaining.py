@@ -11,10 +11,11 @@ from cost.evaluation import change_costs
 from search_spaces.base import Part, Traffic
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Edge, Layout, Node, ReshardStep, ShardingStrategy
+from search_spaces.sharding.coded_sums import finished_steps
 from search_spaces.sharding.edge_costs import read_spec, readers_of
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.memory_use import MemoryUse
-from search_spaces.sharding.messages import MAXIMUM_BYTES, message_of
+from search_spaces.sharding.messages import message_of
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.opaque.operations import name_of
 
@@ -131,7 +132,7 @@ def predict(
     """
     strategies = list(zip(graph.vertices, layout.strategies, strict=True))
     return StepPrediction(
-        np.array([costs.chosen_compute_s(vertex, strategy) for vertex, strategy in strategies]),
+        np.array([costs.chosen_compute_s(v, s) + costs.chosen_keeping_s(v, layout) for v, s in strategies]),
         tuple(_transfers(graph, nodes, edges, costs, axis_names, strategies, choice)),
         np.array([float(costs.preference_s(v, (layout.strategies[v.index],))[0]) for v in graph.inputs]),
     )
@@ -177,7 +178,8 @@ def _transfers(
                 )
 
     for vertex, strategy in strategies:
-        for value, steps in zip(vertex.results, strategy.reductions, strict=True):
+        for i, value in enumerate(vertex.results):
+            steps, _ = finished_steps(reshard_costs.path, value, strategy, i)
             add(steps, value, vertex.reduction_weight, vertex.index, vertex.index)
         for collective, link_s, waited_s in costs.own_collectives(vertex, strategy):
             seconds = vertex.weight * waited_s, vertex.weight * link_s
@@ -190,12 +192,12 @@ def _transfers(
             target = read_spec(nodes[edge.reader], edge.operand, choice[edge.reader])
             vertex, hub = nodes[edge.reader].vertex.index, nodes[edge.reader].hub
             reader = vertex if hub is None else None
-            in_float8 = nodes[edge.reader].strategies[choice[edge.reader]].in_float8
-            message = message_of(reshard_costs.path, edge.value, source, target, in_float8=in_float8)
+            read_by = nodes[edge.reader].vertex, edge.operand, nodes[edge.reader].strategies[choice[edge.reader]].format
+            message = message_of(reshard_costs.path, edge.value, source, target, *read_by)
             for axis in message.maxima:
-                link_s = edge.weight * reshard_costs.maximum_s(axis)
+                link_s = edge.weight * reshard_costs.maximum_s(axis, message.maxima_bytes)
                 waited_s = (costs.shares.exposed(edge.value) if message.is_coded else 1.0) * link_s
-                sent = "all_reduce", axis_names[axis], MAXIMUM_BYTES, edge.weight, waited_s, link_s
+                sent = "all_reduce", axis_names[axis], message.maxima_bytes, edge.weight, waited_s, link_s
                 transfers.append(Transfer(*sent, vertex, edge.reader, edge.value.vertex, vertex))
             steps = reshard_costs.path(source, target)
             add(steps, edge.value, edge.weight, vertex, edge.reader, reader, message.num_bytes)

@@ -19,6 +19,7 @@ from search_spaces.partition_specs import IndexedSpec
 from search_spaces.replay import REMAT, scan_again
 from search_spaces.sharding.base import Layout, ReshardStep
 from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex
+from search_spaces.sharding.kept_codes import LateReads
 from search_spaces.sharding.messages import is_message_coded
 from search_spaces.sharding.schedule import FetchStage, Pause, ProgramSchedule
 
@@ -74,6 +75,26 @@ class Flow(NamedTuple):
     switch: Callable[..., Any] = jax.lax.switch
 
 
+class Keeping(NamedTuple):
+    """How an executor keeps values as codes for the backward pass.
+
+    Attributes:
+      encode: `encode(array, value)`: the array for the forward pass, and its codes.
+      decode: `decode(codes, value)`: the array again.
+      late: what reads which codes.
+    """
+
+    encode: Callable[[Any, Value], tuple[Any, Any]]
+    decode: Callable[[Any, Value], Any]
+    late: LateReads
+
+
+class _Kept(NamedTuple):
+    """Where the codes of a value stand in an environment."""
+
+    value: int
+
+
 class GraphInterpreter:
     """An interpreter of a graph with a layout, on an executor's arrays.
 
@@ -85,6 +106,7 @@ class GraphInterpreter:
       schedule: where the program pauses; without pauses the compiler orders it.
       flow: what runs barriers, loops and branches.
       encode: what rounds an operand before it is moved; needed where the layout has products in float8.
+      keeping: how values are kept as codes, where the layout has any.
     """
 
     def __init__(
@@ -96,9 +118,11 @@ class GraphInterpreter:
         schedule: ProgramSchedule,
         flow: Flow = Flow(),  # noqa: B008, immutable
         encode: Encode | None = None,
+        keeping: Keeping | None = None,
     ):
         self.graph, self.layout, self.path, self.arrays, self.schedule = graph, layout, path, arrays, schedule
-        self.flow, self.encode = flow, encode
+        self.flow, self.encode, self.keeping = flow, encode, keeping
+        self.late = LateReads() if keeping is None else keeping.late
 
     def __call__(self, arguments: Sequence[Any], constants: Sequence[Any]) -> list[Any]:
         """Returns the function's flat results, with the layout's output specs."""
@@ -139,6 +163,30 @@ class GraphInterpreter:
 
     def _store(self, env: Environment, value: Value, array: Any, spec: IndexedSpec) -> None:
         env[value.id] = self._reshard(array, value, spec, self.layout.value_specs[value.id])
+        if value.id in self.late.kept:
+            assert self.keeping is not None
+            env[value.id], env[_Kept(value.id)] = self.keeping.encode(env[value.id], value)
+
+    def _with_late(self, env: Environment, vertex: Vertex) -> Environment:
+        """Returns the environment that an operation after the forward pass reads: kept codes are decoded."""
+        values = [o for o in vertex.operands if isinstance(o, Value) and self._is_late(o)]
+        return env.new_child({v.id: self._late_array(env, v) for v in values}) if values else env
+
+    def _is_late(self, value: Value) -> bool:
+        return value.id in self.late.kept or value.id in self.late.again
+
+    def _late_array(self, env: Environment, value: Value) -> Any:
+        """Returns a value from its codes, or computed again from others that are."""
+        if value.id in self.late.kept:
+            assert self.keeping is not None
+            return self.keeping.decode(env[_Kept(value.id)], value)
+        vertex = self.graph.vertices[value.vertex]
+        inner = self._with_late(env, vertex).new_child()
+        with self._context_of(vertex):
+            results = self.arrays.operate(vertex, lambda operand, spec, _=0: self._read_operand(inner, operand, spec))
+            (array,) = self.arrays.reduce(vertex, results)
+        spec = self.layout.strategies[vertex.index].results[0]
+        return self._reshard(array, value, spec, self.layout.value_specs[value.id])
 
     def _enter(self, env: Environment, vertex: Vertex, array: Any) -> None:
         """Puts an array that a vertex stores into the environment, gathered as the strategy has it."""
@@ -172,13 +220,15 @@ class GraphInterpreter:
             self._run(env, vertex)
 
     def _run(self, env: Environment, vertex: Vertex) -> None:
+        inside = self._with_late(env, vertex) if vertex.index in self.late.vertices else env
+
         def read(operand: Operand, spec: IndexedSpec, position: int | None = None) -> Any:
             fetch = self.schedule.fetches.get((vertex.index, operand.id)) if isinstance(operand, Value) else None
             if fetch is not None and fetch in env:
                 return self._reshard(env[fetch], fetch.value, fetch.spec, spec)
             if position is not None and isinstance(operand, Value):
-                return self._read_message(env, vertex, position, spec)
-            return self._read_operand(env, operand, spec)
+                return self._read_message(inside, vertex, position, spec)
+            return self._read_operand(inside, operand, spec)
 
         results = self.arrays.operate(vertex, read)
         if vertex.index in self.schedule.late_reductions:
@@ -256,8 +306,10 @@ class GraphInterpreter:
         values = [o for o, bar in zip(region.operands, has_barrier, strict=True) if bar and isinstance(o, Value)]
         values = [v for v in values if v.id in env]  # others wait for a pause, or are fetched
         if params["differentiated"] and values:
-            arrays = self.flow.barrier([env[v.id] for v in values])
-            inner.update(zip((v.id for v in values), arrays, strict=True))
+            # Numbers that are kept as codes need not be there any more.
+            keys = [_Kept(v.id) if v.id in self.late.kept else v.id for v in values if v.id not in self.late.again]
+            arrays = self.flow.barrier([env[key] for key in keys])
+            inner.update(zip(keys, arrays, strict=True))
         self._steps(inner, region.blocks[0].steps)
         passed = {v.id for v in values}  # what the region only hands on goes on from behind its barrier
         for value in region.results:

@@ -12,6 +12,7 @@ import numpy as np
 
 from search_spaces.sharding.aliases import share_memory
 from search_spaces.sharding.base import Node, Rule, ShardingStrategy
+from search_spaces.sharding.codes import FORMATS as CODES
 from search_spaces.sharding.fused_values import Fusing, is_pointwise
 from search_spaces.sharding.graph import Graph, Value
 from search_spaces.sharding.held_positions import HeldPositions
@@ -32,6 +33,20 @@ class Lifetimes(NamedTuple):
     interval: np.ndarray
     first_use: np.ndarray
     last_use: np.ndarray
+
+
+class Residual(NamedTuple):
+    """An array of the forward pass that is read after it.
+
+    Attributes:
+      value: the array.
+      last_forward: the position of the last operation of the forward pass that reads it, by itself or through others.
+      first_late: that of the first one after it.
+    """
+
+    value: Value
+    last_forward: int
+    first_late: int
 
 
 def lifetimes_of(graph: Graph, rules: Sequence[Rule | None], donated: Sequence[bool]) -> Lifetimes:
@@ -118,6 +133,7 @@ def usages_of(
     lifetimes: Lifetimes,
     axis_sizes: tuple[int, ...],
     held: HeldPositions,
+    residuals: Mapping[int, Residual] | None = None,
 ) -> Usages:
     """Lists the memory that each node's strategies use: a value that exists belongs to its hub, else to its vertex.
 
@@ -132,6 +148,8 @@ def usages_of(
       lifetimes: of the values.
       axis_sizes: devices along each mesh axis.
       held: from when gathered weights are held, and until when gradients that are not reduced yet.
+      residuals: of values that may be kept as codes for the backward pass, by their ids. A value that is has its codes
+        for its whole life, and its numbers until the forward pass has read them, and while the backward pass does.
     """
     usages = Usages([], [], [], [], [])
 
@@ -161,7 +179,13 @@ def usages_of(
         if node != value.vertex:
             start = min(start, held.fetch_from.get(value.id, int(start)) + 1)  # inputs are born at -1
             sizes = [local_bytes(value, s.results[0], axis_sizes) for s in strategies]
-            add(node, value, sizes, start, end, is_copy=False)
+            shares = [CODES[s.kept_in].bits / 8 / value.dtype.itemsize if s.kept_in else 1.0 for s in strategies]
+            add(node, value, np.multiply(sizes, shares).tolist(), start, end, is_copy=False)
+            if any(s.kept_in for s in strategies):
+                residual = (residuals or {})[value.id]
+                numbers = [size if s.kept_in else 0.0 for size, s in zip(sizes, strategies, strict=True)]
+                add(node, value, numbers, start, residual.last_forward + 2, is_copy=True)
+                add(node, value, numbers, residual.first_late + 1, end, is_copy=True)
             continue
         stored_specs = [s.unreduced[result] if _is_gathered(s, result) else s.results[result] for s in strategies]
         sizes = [local_bytes(value, spec, axis_sizes) for spec in stored_specs]

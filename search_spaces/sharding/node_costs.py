@@ -8,16 +8,23 @@ import numpy as np
 from cost.base import AttentionWork, Hardware, Work
 from cost.compute import equation_dtype, equation_flops, product_s, roofline_s, work_s
 from search_spaces.partition_specs import IndexedSpec
-from search_spaces.sharding.base import Node, ReshardStep, ShardingStrategy
-from search_spaces.sharding.float8 import RATE
+from search_spaces.sharding.base import Coded, FormatKey, Layout, Node, ReshardStep, ShardingStrategy
+from search_spaces.sharding.coded_sums import finished_steps
+from search_spaces.sharding.codes import FORMATS as CODES
 from search_spaces.sharding.fusion import PICKS
 from search_spaces.sharding.graph import Operand, Value, Vertex, copies_over_host_link
 from search_spaces.sharding.kernels import Kernels
 from search_spaces.sharding.mapped_collectives import MappedCollectives
 from search_spaces.sharding.opaque.operations import local_operands, local_work, opaque_of, own_collectives
 from search_spaces.sharding.opaque.own_collectives import OwnCollective, PricedCollective, priced
+from search_spaces.sharding.product_formats import (
+    FORMATS,
+    ProductFormat,
+    contracted,
+    has_whole_blocks,
+)
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
-from search_spaces.sharding.spec import local_bytes
+from search_spaces.sharding.spec import local_bytes, shards
 from search_spaces.sharding.stated_seconds import stated_seconds
 
 UPDATES = {
@@ -44,7 +51,7 @@ class NodeCosts:
       reshard_costs: what collectives cost.
       shares: which parts of a collective's latency and time count for a value.
       kernels: what is read from memory and written to it.
-      float8_price_s: by vertex, the products that may run in float8, and what that costs, seconds.
+      format_price_s: the products that may run in formats, and what that costs, seconds.
     """
 
     def __init__(
@@ -54,10 +61,16 @@ class NodeCosts:
         reshard_costs: ReshardCosts,
         shares: CollectiveShares,
         kernels: Kernels,
-        float8_price_s: Mapping[int, float] | None = None,
+        format_price_s: Mapping[FormatKey, float] | None = None,
     ):
         self.axis_sizes, self.hardware, self.kernels = axis_sizes, hardware, kernels
-        self.float8_price_s = {} if float8_price_s is None else float8_price_s
+        self._price_s: dict[tuple[int, str, str], float] = {}
+        self._priced: dict[int, list[tuple[str, str, float]]] = {}
+        for key, price_s in ({} if format_price_s is None else format_price_s).items():
+            vertex, name = key[0], key[1]
+            kind = key.kind if isinstance(key, Coded) else "product"
+            self._price_s[vertex, kind, name] = price_s
+            self._priced.setdefault(vertex, []).append((kind, name, price_s))
         self.reshard_costs, self.shares = reshard_costs, shares
         self._mapped = MappedCollectives(
             reshard_costs.axis_names,
@@ -86,18 +99,22 @@ class NodeCosts:
         """Returns what a node's seconds depend on; `forms` are as for `all_s`."""
         vertex = node.vertex
         shares = tuple((self.shares.latency(value), self.shares.exposed(value)) for value in vertex.results)
-        price_s = self.float8_price_s.get(vertex.index)
+        price_s = tuple(self._priced.get(vertex.index, ()))
         return forms[vertex.index], node.hub is None, id(node.strategies), shares, self.kernels.at(vertex), price_s
 
     def node_s(self, node: Node) -> np.ndarray:
-        """Returns the node cost `[S_v]`: the sum of the terms below; a hub costs nothing itself."""
-        if node.hub is not None:
-            return np.zeros(len(node.strategies))
+        """Returns the node cost `[S_v]`: the sum of the terms below; a hub costs what encoding its value does."""
         vertex, strategies = node.vertex, node.strategies
+        if node.hub is not None:
+            return self.hub_s(node) + np.array([self._format_price_s(vertex, s) for s in strategies])
         local = self.compute_s(vertex, strategies) + self.preference_s(vertex, strategies)
-        if vertex.index in self.float8_price_s:
-            local += np.array([self.float8_price_s[vertex.index] if s.in_float8 else 0.0 for s in strategies])
+        if vertex.index in self._priced:
+            local += np.array([self._format_price_s(vertex, s) for s in strategies])
         return local + np.array([self.reduction_s(vertex, s) + self._own_collectives_s(vertex, s) for s in strategies])
+
+    def _format_price_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
+        kinds = {"product": strategy.format, "sum": strategy.sent_in, "kept": strategy.kept_in}
+        return sum(self._price_s[vertex.index, kind, name] for kind, name in kinds.items() if name)
 
     def compute_s(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> np.ndarray:
         """Returns the seconds of one device's arithmetic and memory traffic in one step, `[strategies]`."""
@@ -116,11 +133,11 @@ class NodeCosts:
         stated_s = stated_seconds(vertex.equation)
         if stated_s is not None:
             return np.full(len(strategies), vertex.weight * stated_s)
-        in_float8 = np.array([s.in_float8 for s in strategies])
-        exact_s = self._exact_compute_s(vertex, strategies, copy_s)
-        if not np.any(in_float8):
-            return exact_s
-        return np.where(in_float8, self._float8_compute_s(vertex, strategies, copy_s), exact_s)
+        seconds = self._exact_compute_s(vertex, strategies, copy_s)
+        for name in dict.fromkeys(s.format for s in strategies if s.format):
+            formatted_s = self._formatted_compute_s(vertex, strategies, copy_s, FORMATS[name])
+            seconds = np.where([s.format == name for s in strategies], formatted_s, seconds)
+        return seconds + np.array([self._coding_s(vertex, s) for s in strategies])
 
     def _exact_compute_s(
         self, vertex: Vertex, strategies: Sequence[ShardingStrategy], copy_s: np.ndarray
@@ -132,13 +149,14 @@ class NodeCosts:
         kernel_s = self._measured_s(vertex, strategies, roofline_s(flops, num_bytes, dtype, self.hardware))
         return vertex.weight * (launch_s + copy_s + kernel_s)
 
-    def _float8_compute_s(
-        self, vertex: Vertex, strategies: Sequence[ShardingStrategy], copy_s: np.ndarray
+    def _formatted_compute_s(
+        self, vertex: Vertex, strategies: Sequence[ShardingStrategy], copy_s: np.ndarray, to: ProductFormat
     ) -> np.ndarray:
-        """Returns the seconds of a product in float8 in one step, `[strategies]`.
+        """Returns the seconds of a product in a format in one step, `[strategies]`.
 
         Each operand is rounded once more for this product: a kernel for its largest magnitude, which reads nothing that
-        is not at hand, and one that reads it and writes its codes.
+        is not at hand, and one that reads it and writes its codes. A kernel that rounds rows or blocks finds their
+        largest magnitudes itself, unless rows are split. Where blocks would be cut, a strategy takes forever.
         """
         assert vertex.equation is not None
         num_bytes, flops, launch_s = self._work(vertex, strategies)
@@ -146,12 +164,22 @@ class NodeCosts:
         for position, operand in enumerate(vertex.operands):
             assert isinstance(operand, Value)
             own = [local_bytes(operand, s.operands[position], self.axis_sizes) for s in strategies]
-            read += (1 - 1 / operand.dtype.itemsize) * self.kernels.reads[vertex.index][position] * np.array(own)
-            rounded += (1 + 1 / operand.dtype.itemsize) * np.array(own)
-        launch_s += 2 * len(vertex.operands) * self.hardware.kernel_launch_s
-        kernel_s = roofline_s(flops, num_bytes - read, RATE, self.hardware)
+            share = to.num_bytes / operand.dtype.itemsize
+            read += (1 - share) * self.kernels.reads[vertex.index][position] * np.array(own)
+            rounded += (1 + share) * np.array(own)
+        num_kernels = np.array([self._num_rounding_kernels(vertex, s, to) for s in strategies])
+        launch_s = launch_s + num_kernels * self.hardware.kernel_launch_s
+        kernel_s = roofline_s(flops, num_bytes - read, to.rate, self.hardware)
         rounding_s = roofline_s(0.0, rounded, equation_dtype(vertex.equation), self.hardware)
-        return vertex.weight * (launch_s + copy_s + kernel_s + rounding_s)
+        seconds = vertex.weight * (launch_s + copy_s + kernel_s + rounding_s)
+        if to.scaled == "block":
+            parts = [shards((s.operands[0][contracted(vertex, 0)[-1]],), self.axis_sizes) for s in strategies]
+            seconds = np.where([has_whole_blocks(vertex, n) for n in parts], seconds, np.inf)
+        return seconds
+
+    def _num_rounding_kernels(self, vertex: Vertex, strategy: ShardingStrategy, to: ProductFormat) -> int:
+        two_each = [to.scaled == "tensor" or bool(to.maxima(vertex, i, s)) for i, s in enumerate(strategy.operands)]
+        return sum(2 if is_two else 1 for is_two in two_each)
 
     def _work(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> tuple[np.ndarray, np.ndarray, float]:
         """Returns bytes and FLOPs of an operation on one device, `[strategies]` each, and seconds of launches."""
@@ -188,7 +216,7 @@ class NodeCosts:
         assert vertex.equation is not None
         if opaque_of(vertex) is not None:
             return local_work(vertex, strategy, self.axis_sizes)
-        dtype = RATE if strategy.in_float8 else equation_dtype(vertex.equation)
+        dtype = FORMATS[strategy.format].rate if strategy.format else equation_dtype(vertex.equation)
         num_bytes = self._copied_bytes(vertex, strategy)
         if vertex.kind == "stack":
             return Work(0.0, num_bytes, dtype)
@@ -204,14 +232,51 @@ class NodeCosts:
         pairs = zip(vertices, strategies, strict=True)
         return np.array([self.chosen_compute_s(v, s) / (v.weight or 1.0) for v, s in pairs])
 
+    def finish_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
+        """Returns the seconds in which partial results are finished: for collectives, and for encoding sums."""
+        return self.reduction_s(vertex, strategy) + self._coding_s(vertex, strategy)
+
     def reduction_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
         """Returns how long a step waits for the collectives that finish a strategy's partial results or gather."""
         seconds = 0.0
-        for value, steps in zip(vertex.results, strategy.reductions, strict=True):
+        for i, value in enumerate(vertex.results):
             latency_share, exposed = self.shares.latency(value), self.shares.exposed(value)
-            for step in steps:
+            for step in finished_steps(self.reshard_costs.path, value, strategy, i)[0]:
                 seconds += exposed * self.reshard_costs.step_s(step, value.num_bytes, latency_share)
         return seconds * vertex.reduction_weight
+
+    def _coding_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
+        """Returns the seconds of encoding and decoding sums: numbers are read and codes written, or the reverse."""
+        if not strategy.sent_in:
+            return 0.0
+        (value,) = vertex.results
+        num_coded = finished_steps(self.reshard_costs.path, value, strategy)[1]
+        num_bytes = num_coded * (value.dtype.itemsize + CODES[strategy.sent_in].bits / 8)
+        kernel_s = float(roofline_s(0.0, np.array(num_bytes), str(value.dtype), self.hardware))
+        return vertex.weight * (kernel_s + 2 * self.hardware.kernel_launch_s)
+
+    def hub_s(self, node: Node) -> np.ndarray:
+        """Returns the seconds in which a hub's value is encoded and decoded, `[S_v]`; 0 where it is kept as it is."""
+        assert node.hub is not None
+        return np.array(
+            [self.keeping_s(node.hub, s.results[0], s.kept_in, node.vertex.weight) for s in node.strategies]
+        )
+
+    def chosen_keeping_s(self, vertex: Vertex, layout: Layout) -> float:
+        """Returns the seconds in which a layout's codes of a result are made for the backward pass, and decoded."""
+        kept_in = layout.strategies[vertex.index].kept_in
+        if not kept_in:
+            return 0.0
+        (value,) = vertex.results
+        return self.keeping_s(value, layout.value_specs[value.id], kept_in, vertex.weight)
+
+    def keeping_s(self, value: Value, spec: IndexedSpec, kept_in: str, weight: float) -> float:
+        """Returns the seconds in which a value with a spec is encoded to be kept, and decoded; 0 for no format."""
+        if not kept_in:
+            return 0.0
+        num_bytes = local_bytes(value, spec, self.axis_sizes) * (1 + CODES[kept_in].bits / 8 / value.dtype.itemsize)
+        kernel_s = float(roofline_s(0.0, np.array(2 * num_bytes), str(value.dtype), self.hardware))
+        return weight * (kernel_s + 2 * self.hardware.kernel_launch_s)
 
     def own_collectives(self, vertex: Vertex, strategy: ShardingStrategy) -> list[PricedCollective]:
         """Returns what an opaque operation or a `shard_map` sends itself, with its seconds in one run.

@@ -1,10 +1,11 @@
 """Which strategies a vertex of a graph may choose from: by its rule, by its kind, or by what the function fixes."""
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from search_spaces.partition_specs import IndexedSpec
-from search_spaces.sharding.base import Axes, GivenSpec, Node, Rule, ShardingStrategy
+from search_spaces.sharding.base import Axes, Coded, GivenSpec, Node, Rule, ShardingStrategy
+from search_spaces.sharding.coded_sums import can_be_coded
 from search_spaces.sharding.dimensions import in_order, interchangeable_axes, kinds_of_dimensions
 from search_spaces.sharding.edge_costs import readers_of
 from search_spaces.sharding.given import axes_with_meaning, constraint_of, fits, rank_of, shard_map_strategy
@@ -81,16 +82,44 @@ def nodes_of(
     return nodes
 
 
-def with_formats(nodes: Sequence[Node], products: Collection[int]) -> list[Node]:
-    """Returns nodes of which some products have their strategies twice: as they are, then in float8."""
-    twice: dict[int, tuple[ShardingStrategy, ...]] = {}
-    for i in products:
-        strategies = nodes[i].strategies
-        if id(strategies) not in twice:
-            twice[id(strategies)] = (*strategies, *(s._replace(in_float8=True) for s in strategies))
-    return [
-        node._replace(strategies=twice[id(node.strategies)]) if i in products else node for i, node in enumerate(nodes)
-    ]
+def with_formats(
+    nodes: Sequence[Node],
+    formats_of: Mapping[int, Sequence[str]],
+    codes: Iterable[Coded],
+    hub_of: Mapping[int, int],
+    axis_sizes: tuple[int, ...],
+) -> list[Node]:
+    """Returns nodes with more strategies: those of products again for each format, then those that have codes.
+
+    Args:
+      nodes: of a space in which nothing is in fewer bits.
+      formats_of: those of products, by their vertices.
+      codes: what else may be in fewer bits.
+      hub_of: the nodes of the hubs of kept results, by the vertices that make them.
+      axis_sizes: devices along each mesh axis.
+    """
+    sent_of: dict[int, list[str]] = {}
+    kept_of: dict[int, list[str]] = {}
+    for vertex, name, kind in codes:
+        names = sent_of.setdefault(vertex, []) if kind == "sum" else kept_of.setdefault(hub_of[vertex], [])
+        names.append(name)
+    made: dict[Hashable, tuple[ShardingStrategy, ...]] = {}
+    formatted = list(nodes)
+    for i in {**formats_of, **sent_of, **kept_of}:
+        node = nodes[i]
+        names = tuple(tuple(of.get(i, ())) for of in (formats_of, sent_of, kept_of))
+        shape = node.hub.shape if node.hub is not None else ()
+        if (id(node.strategies), names, shape) not in made:
+            products = tuple(s._replace(format=name) for name in ("", *names[0]) for s in node.strategies)
+            sums = [s for s in products if names[1] and can_be_coded(node.vertex, s, axis_sizes)]
+            kept = [s for s in products if names[2] and divides(s.results[0], shape, axis_sizes)]
+            made[id(node.strategies), names, shape] = (
+                *products,
+                *(s._replace(sent_in=name) for name in names[1] for s in sums),
+                *(s._replace(kept_in=name) for name in names[2] for s in kept),
+            )
+        formatted[i] = node._replace(strategies=made[id(node.strategies), names, shape])
+    return formatted
 
 
 def _new_results(graph: Graph) -> frozenset[int]:

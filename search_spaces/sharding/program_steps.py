@@ -21,11 +21,15 @@ import jax
 from cost.streams import COMPUTE, Step
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Layout, ReshardStep
+from search_spaces.sharding.coded_sums import finished_steps
 from search_spaces.sharding.graph import Graph, Value, Vertex
-from search_spaces.sharding.interpreter import Flow, GraphInterpreter, ReadOperand
+from search_spaces.sharding.interpreter import Flow, GraphInterpreter, Keeping, ReadOperand
+from search_spaces.sharding.kept_codes import LateReads
+from search_spaces.sharding.messages import maxima_of
 from search_spaces.sharding.node_costs import NodeCosts
+from search_spaces.sharding.product_formats import FORMATS
 from search_spaces.sharding.schedule import ProgramSchedule
-from search_spaces.sharding.spec import axes_in, parts_of
+from search_spaces.sharding.spec import parts_of
 
 INSIDE_HOST, BETWEEN_HOSTS = COMPUTE + 1, COMPUTE + 2
 """Streams of links. A device sends to all others of its host through one link, whatever the mesh axis."""
@@ -70,7 +74,9 @@ def _is_token(array: Any) -> bool:
     return isinstance(array, _Token)
 
 
-def program_steps(graph: Graph, layout: Layout, costs: NodeCosts, schedule: ProgramSchedule) -> ProgramSteps:
+def program_steps(
+    graph: Graph, layout: Layout, costs: NodeCosts, schedule: ProgramSchedule, late: LateReads
+) -> ProgramSteps:
     """Returns the steps of a layout's program on one device.
 
     Args:
@@ -78,10 +84,12 @@ def program_steps(graph: Graph, layout: Layout, costs: NodeCosts, schedule: Prog
       layout: for every vertex its strategy.
       costs: seconds of arithmetic and collectives.
       schedule: where the program pauses.
+      late: what is kept as codes for the backward pass.
     """
     recorder = _Recorder(graph, layout, costs)
     flow = Flow(recorder.barrier, recorder.scan, recorder.while_loop, recorder.switch)
-    run = GraphInterpreter(graph, layout, costs.reshard_costs.path, recorder, schedule, flow, recorder.encode)
+    keeping = Keeping(recorder.keep, recorder.kept, late)
+    run = GraphInterpreter(graph, layout, costs.reshard_costs.path, recorder, schedule, flow, recorder.encode, keeping)
     run([_THERE] * len(graph.inputs), [_THERE] * len(graph.constants))
     return ProgramSteps(tuple(recorder.steps), tuple(recorder.origins))
 
@@ -133,7 +141,7 @@ class _Recorder:
         strategy = self.layout.strategies[vertex.index]
         operands = zip(vertex.operands, strategy.operands, strict=True)
         tokens = [read(operand, spec, i) for i, (operand, spec) in enumerate(operands)]
-        if strategy.in_float8:
+        if strategy.format:
             tokens = [
                 token if token.is_coded else self.encode(token, vertex, i, strategy.operands[i])
                 for i, token in enumerate(tokens)
@@ -149,19 +157,34 @@ class _Recorder:
         """Adds the collectives that find an operand's largest magnitude; the rounding is in the product's seconds."""
         operand = vertex.operands[position]
         assert isinstance(operand, Value)
-        for axis in sorted(axes_in(spec)):
-            seconds = vertex.weight * self.costs.reshard_costs.maximum_s(axis)
+        to = FORMATS[self.layout.strategies[vertex.index].format]
+        axes, num_bytes = maxima_of(self.costs.axis_sizes, vertex, position, spec, to)
+        for axis in axes:
+            seconds = vertex.weight * self.costs.reshard_costs.maximum_s(axis, num_bytes)
             array = self._add(self._links((axis,)), seconds, [array], StepOrigin("all_reduce", operand.vertex, (axis,)))
         return array._replace(is_coded=True)
+
+    def keep(self, array: _Token, value: Value) -> tuple[_Token, _Token]:
+        """Adds what encodes a value for the backward pass, and decodes it, which has the same seconds."""
+        vertex = self.graph.vertices[value.vertex]
+        seconds = self.costs.chosen_keeping_s(vertex, self.layout)
+        codes = self._add((COMPUTE,), seconds, [array], StepOrigin("compute", vertex.index))
+        return array, codes
+
+    def kept(self, codes: _Token, value: Value) -> _Token:
+        """Returns the decoded value; `keep` has the seconds."""
+        del value
+        return codes
 
     def reduce(self, vertex: Vertex, results: Sequence[Any]) -> Sequence[Any]:
         """Adds the collectives that finish an operation's partial results."""
         self.weight = vertex.weight
         strategy = self.layout.strategies[vertex.index]
         reduced = []
-        for token, value, steps in zip(results, vertex.results, strategy.reductions, strict=True):
-            for _, group in groupby(steps, key=lambda step: step.kind):
-                token = self._send(token, value, list(group))
+        for i, (token, value) in enumerate(zip(results, vertex.results, strict=True)):
+            steps, num_coded = finished_steps(self.costs.reshard_costs.path, value, strategy, i)
+            for _, group in groupby(enumerate(steps), key=lambda step: step[0] if num_coded else step[1].kind):
+                token = self._send(token, value, [step for _, step in group])
             reduced.append(token)
         return reduced
 

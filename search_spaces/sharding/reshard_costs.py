@@ -51,9 +51,9 @@ class ReshardCosts:
         shares = self._combines_gathers or step.kind in _REDUCTIONS
         return self.path.step_s(step, num_bytes, latency_share if shares else 1.0)
 
-    def maximum_s(self, axis: int) -> float:
-        """Returns the seconds in which the largest magnitude of an array is found along an axis."""
-        return self.step_s(maximum_step(axis), MAXIMUM_BYTES)
+    def maximum_s(self, axis: int, num_bytes: float = MAXIMUM_BYTES) -> float:
+        """Returns the seconds in which an array's largest magnitudes, of some bytes, are found along an axis."""
+        return self.step_s(maximum_step(axis), num_bytes)
 
     def reshard_s(
         self,

@@ -57,6 +57,10 @@ class Paths:
         tree, last, _, _ = self._tree_of(source, target)
         return tree.lines(last)
 
+    def slowness(self, axis: int) -> float:
+        """Returns the seconds for each byte of a large reduction along a mesh axis."""
+        return self._steps.rates[axis].s_per_byte("reduce_scatter")
+
     def step_lines(self, step: ReshardStep) -> tuple[Line, ...]:
         """Returns the lines of one step, over the bytes of the whole array."""
         return self._steps.lines(step)

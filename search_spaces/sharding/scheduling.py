@@ -8,7 +8,7 @@ import numpy as np
 
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Layout, ReshardStep
-from search_spaces.sharding.float8 import float8_dtypes
+from search_spaces.sharding.coded_sums import finished_steps
 from search_spaces.sharding.graph import (
     Graph,
     Region,
@@ -19,6 +19,7 @@ from search_spaces.sharding.graph import (
     leads_to_contraction,
 )
 from search_spaces.sharding.messages import is_message_coded
+from search_spaces.sharding.product_formats import FORMATS
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.schedule import Fetch, FetchStage, Pause, ProgramSchedule
 from search_spaces.sharding.windows import Windows, straight_lines
@@ -147,7 +148,7 @@ class _LineScheduler:
                 if is_coded and step.operands.count(operand) > 1:
                     continue  # as each of the operands it may have a format of its own
                 before = self.layout.value_specs[operand.id]
-                dtype = float8_dtypes(step)[position] if is_coded else None
+                dtype = FORMATS[self.layout.strategies[step.index].format].dtypes(step)[position] if is_coded else None
                 steps, key = self.path(before, spec), (operand.id, spec, region, dtype)
                 if key in requests:
                     fetch = requests[key].fetch
@@ -237,7 +238,9 @@ class _LineScheduler:
         for number, value in enumerate(step.results):
             if isinstance(step, Vertex) and not is_product and not self._would_be_put_off(step, value, border):
                 continue
-            steps = self.layout.strategies[step.index].reductions[number] if isinstance(step, Vertex) else ()
+            steps = ()
+            if isinstance(step, Vertex):
+                steps, _ = finished_steps(self.path, value, self.layout.strategies[step.index], number)
             late = self._late(value, border) if steps and len(step.results) == 1 else None
             if late is not None:
                 assert isinstance(step, Vertex)

@@ -41,7 +41,7 @@ from cost.base import Hardware, Link, Problem
 from cost.evaluation import checked_choice
 from cost.quantities import Quantities
 from search_spaces.base import Part
-from search_spaces.sharding.base import Edge, GivenSpec, Layout, Node, Rule
+from search_spaces.sharding.base import Coded, Edge, FormatKey, GivenSpec, Layout, Node, Rule, ShardingStrategy
 from search_spaces.sharding.computing import Computing, computing_of
 from search_spaces.sharding.device_program import DeviceProgram
 from search_spaces.sharding.edge_costs import edges_of, transfer_matrices
@@ -58,6 +58,7 @@ from search_spaces.sharding.explaining import (
 from search_spaces.sharding.forms import forms_of
 from search_spaces.sharding.graph import Graph
 from search_spaces.sharding.held_positions import held_positions
+from search_spaces.sharding.kept_codes import LateReads, Residuals
 from search_spaces.sharding.kernels import Kernels, kernels_of
 from search_spaces.sharding.memory import Lifetimes, Usages, lifetimes_of, usages_of
 from search_spaces.sharding.memory_use import memory_use
@@ -78,9 +79,9 @@ _ON_PRICES = frozenset(
     {"node_costs", "_problem", "quantities", "preference_problem", "step_problem", "least_compute_s"}
 )
 """What of a space depends on the seconds of its nodes."""
-_ON_NODES = frozenset({"nodes", "alike", "usages", "_transfer_matrices"})
+_ON_NODES = frozenset({"formats_of", "nodes", "_strategy_numbers", "alike", "usages", "_transfer_matrices"})
 """What of a space depends on the strategies of its nodes."""
-_ON_MEMORY = frozenset({"kernels", "lifetimes", "usages"})
+_ON_MEMORY = frozenset({"kernels", "lifetimes", "usages", "residuals"})
 """What of a space depends on when the memory of values is free."""
 
 
@@ -100,9 +101,10 @@ class ShardingSpace:
       as_program: whether operations are split only in ways that have a form on one device's part (`whole_operations`);
         without it, only in ways that XLA's partitioner computes rightly (`partitioner_faults`).
       loaded: flat arguments that hosts load anew for each step: none is left whole on several hosts if it divides.
-      float8_price_s: by the index of a product's vertex, the seconds that it costs to have it in float8: those that its
-        part in the loss is worth. Its strategies are there twice, first as they are and then in float8. Products that
-        are not listed stay as they are.
+      format_price_s: by the index of a product's vertex and the name of a format, the seconds that it costs to have it
+        in that: those that its part in the loss is worth. Its strategies are there again for each format, after those
+        as they are. Products that are not listed stay as they are. For other keys the same: of partial sums the
+        strategies that leave them are there again for each format.
     """
 
     graph: Graph
@@ -114,17 +116,37 @@ class ShardingSpace:
     memory_limit_bytes: float = np.inf
     as_program: bool = False
     loaded: frozenset[int] = frozenset()
-    float8_price_s: Mapping[int, float] = field(default_factory=dict)
+    format_price_s: Mapping[FormatKey, float] = field(default_factory=dict)
 
     @property
     def problem(self) -> Problem:
         """The space as a problem in seconds and bytes, built once."""
         return self._problem
 
-    def with_float8(self, price_s: Mapping[int, float]) -> "ShardingSpace":
-        """Returns the space with these products free to run in float8; what does not depend on it is not made again."""
-        has_other_products = self.float8_price_s.keys() != price_s.keys()
-        return self._with({"float8_price_s": dict(price_s)}, _ON_PRICES | (_ON_NODES if has_other_products else set()))
+    def with_formats(self, price_s: Mapping[FormatKey, float]) -> "ShardingSpace":
+        """Returns the space with these free to be in fewer bits; what does not depend on it is not made again."""
+        has_other_products = self.format_price_s.keys() != price_s.keys()
+        return self._with({"format_price_s": dict(price_s)}, _ON_PRICES | (_ON_NODES if has_other_products else set()))
+
+    @cached_property
+    def formats_of(self) -> dict[int, list[str]]:
+        """The formats that each product may be in, in the order of its strategies."""
+        names: dict[int, list[str]] = {}
+        for key in self.format_price_s:
+            if not isinstance(key, Coded):
+                names.setdefault(key[0], []).append(key[1])
+        return names
+
+    def strategy_numbers(self, node: int) -> dict[ShardingStrategy, int]:
+        """Returns the index of each strategy of a node."""
+        strategies = self.nodes[node].strategies
+        if id(strategies) not in self._strategy_numbers:
+            self._strategy_numbers[id(strategies)] = {strategy: s for s, strategy in enumerate(strategies)}
+        return self._strategy_numbers[id(strategies)]
+
+    @cached_property
+    def _strategy_numbers(self) -> dict[int, dict[ShardingStrategy, int]]:
+        return {}
 
     def with_donated(self, donated: Sequence[bool]) -> "ShardingSpace":
         """Returns the space with other arguments donated; what does not depend on it is not made again."""
@@ -184,6 +206,10 @@ class ShardingSpace:
             hub = self.hub_node.get(value.id)
             made_spec = strategies[value.vertex].results[value.result]
             value_specs.append(made_spec if hub is None else strategies[hub].results[0])
+        for value_id, hub in self.hub_node.items():
+            if strategies[hub].kept_in:
+                vertex = self.graph.values[value_id].vertex
+                strategies[vertex] = strategies[vertex]._replace(kept_in=strategies[hub].kept_in)
         return make_layout(self.graph, strategies[: len(self.graph.vertices)], value_specs)
 
     def predict(self, choice: Sequence[int]) -> StepPrediction:
@@ -201,11 +227,17 @@ class ShardingSpace:
 
         Where collectives hold arithmetic it has no schedule, because there is nothing that could run beside them.
         """
-        return DeviceProgram(self.graph, layout, mesh, self.reshard_costs.path, self._schedule(layout))
+        path, schedule = self.reshard_costs.path, self._schedule(layout)
+        return DeviceProgram(self.graph, layout, mesh, path, schedule, self.late_reads(layout))
+
+    def late_reads(self, layout: Layout) -> LateReads:
+        """Returns what a layout's program reads of its forward pass when that is over, if some of it are codes."""
+        kept = {self.graph.vertices[c.vertex].results[0].id: c.format for c in layout.coded if c.kind == "kept"}
+        return self.residuals.late_reads(kept) if kept else LateReads()
 
     def program_steps(self, layout: Layout) -> ProgramSteps:
         """Returns the steps of the device program of a layout, from which its timeline is played."""
-        return program_steps(self.graph, layout, self.node_costs, self._schedule(layout))
+        return program_steps(self.graph, layout, self.node_costs, self._schedule(layout), self.late_reads(layout))
 
     def _schedule(self, layout: Layout) -> ProgramSchedule:
         if self.hardware.exposed_share == 1:
@@ -221,7 +253,9 @@ class ShardingSpace:
     @cached_property
     def nodes(self) -> list[Node]:
         """One node for each vertex, in order, then the hubs."""
-        return with_formats(self._exact_nodes, self.float8_price_s.keys())
+        codes = [key for key in self.format_price_s if isinstance(key, Coded)]
+        hub_of = {key.vertex: self.node_of(key) for key in codes if key.kind == "kept"}
+        return with_formats(self._exact_nodes, self.formats_of, codes, hub_of, self.axis_sizes)
 
     @cached_property
     def _exact_nodes(self) -> list[Node]:
@@ -244,7 +278,17 @@ class ShardingSpace:
     @cached_property
     def hub_node(self) -> dict[int, int]:
         """The index of the node of a value's hub, by the value's id."""
-        return {n.hub.id: i for i, n in enumerate(self.nodes) if n.hub is not None}
+        return {n.hub.id: i for i, n in enumerate(self._exact_nodes) if n.hub is not None}
+
+    def node_of(self, key: FormatKey) -> int:
+        """Returns the index of the node that decides whether something is in fewer bits."""
+        is_kept = isinstance(key, Coded) and key.kind == "kept"
+        return self.hub_node[self.graph.vertices[key[0]].results[0].id] if is_kept else key[0]
+
+    @cached_property
+    def residuals(self) -> Residuals:
+        """The arrays that can be kept as codes for the backward pass: those with a hub."""
+        return Residuals(self.graph, self.lifetimes, self.hub_node.keys())
 
     @cached_property
     def alike(self) -> np.ndarray:
@@ -279,13 +323,18 @@ class ShardingSpace:
     def usages_with(self, lifetimes: Lifetimes) -> Usages:
         """Returns the usages if values lived for other times, as they do where other arguments are donated."""
         held = held_positions(self.graph, self.axis_sizes, self.hardware, self.reshard_costs.path)
-        return usages_of(self.graph, self.nodes, self.hub_node, lifetimes, self.axis_sizes, held)
+        residuals = Residuals(self.graph, lifetimes, self.hub_node.keys()).of_value if self._has_kept else None
+        return usages_of(self.graph, self.nodes, self.hub_node, lifetimes, self.axis_sizes, held, residuals)
+
+    @property
+    def _has_kept(self) -> bool:
+        return any(isinstance(key, Coded) and key.kind == "kept" for key in self.format_price_s)
 
     @cached_property
     def node_costs(self) -> NodeCosts:
         """What strategies cost by themselves."""
         shares = CollectiveShares(self.graph, self.hardware.exposed_share)
-        return NodeCosts(self.axis_sizes, self.hardware, self.reshard_costs, shares, self.kernels, self.float8_price_s)
+        return NodeCosts(self.axis_sizes, self.hardware, self.reshard_costs, shares, self.kernels, self.format_price_s)
 
     @cached_property
     def least_compute_s(self) -> float:

@@ -12,6 +12,7 @@ from cost.base import Problem
 from cost.edges import merge_edges
 from cost.quantities import LiveMemory, Quantities, Quantity, with_weights
 from search_spaces.sharding.base import Edge, Node
+from search_spaces.sharding.coded_sums import finished_steps
 from search_spaces.sharding.edge_costs import edge_key, messages_of, read_spec
 from search_spaces.sharding.node_costs import NodeCosts
 
@@ -106,12 +107,12 @@ def _of_nodes(
 def _of_node(node: Node, node_costs: NodeCosts) -> tuple[np.ndarray, np.ndarray]:
     sent_s = np.zeros((len(node.strategies), 3, len(node_costs.axis_sizes)))
     if node.hub is not None:
-        return np.zeros(len(node.strategies)), sent_s
+        return node_costs.hub_s(node), sent_s
     vertex, shares, reshards = node.vertex, node_costs.shares, node_costs.reshard_costs
     for s, strategy in enumerate(node.strategies):
-        for value, steps in zip(vertex.results, strategy.reductions, strict=True):
+        for i, value in enumerate(vertex.results):
             exposed = shares.exposed(value)
-            for step in steps:
+            for step in finished_steps(reshards.path, value, strategy, i)[0]:
                 link_s = vertex.reduction_weight * reshards.step_s(step, value.num_bytes, shares.latency(value))
                 sent_s[s, :, step.axis] += _counted(link_s, exposed * link_s)
         for collective, link_s, waited_s in node_costs.own_collectives(vertex, strategy):
@@ -152,12 +153,12 @@ def _of_edge(edge: Edge, nodes: Sequence[Node], node_costs: NodeCosts) -> np.nda
         link_s = edge.weight * reshards.axes_s((pair[0],), (pair[1],), message.num_bytes, latency)[0, 0]
         of_pair[pair] = _counted(link_s, exposed * link_s)
         for axis in message.maxima:
-            maximum_s = edge.weight * reshards.maximum_s(axis)
+            maximum_s = edge.weight * reshards.maximum_s(axis, message.maxima_bytes)
             of_pair[pair][:, axis] += _counted(maximum_s, (exposed if message.is_coded else 1.0) * maximum_s)
     if of_pair:
         for t, strategy in enumerate(reader.strategies):
-            if strategy.in_float8:
-                sent_s[:, t] = [of_pair[source, targets[t]] for source in sources]
+            if strategy.format:
+                sent_s[:, t] = [of_pair[source, targets[t], strategy.format] for source in sources]
     return sent_s
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import diffshard
 from cost.evaluation import evaluate
-from diffshard.bilevel_search.base import Estimator, TrainingProgress
+from diffshard.bilevel_search.base import TrainingProgress
 from experiments import (
     bilevel,
     bilevel_estimators,
@@ -82,7 +82,7 @@ def test_the_loss_table_and_its_controls(space, tmp_path, capsys):
     assert "slow links" in capsys.readouterr().out
 
 
-def test_shuffled_slopes_are_the_same_ones_at_other_lossy_strategies(space, monkeypatch):
+def test_shuffled_slopes_are_the_same_ones_at_other_lossy_strategies(space):
     sizes = [len(group.names) for group in space.groups]
     rng = np.random.default_rng(0)
     loss_increases = [jnp.asarray(rng.normal(size=size)) for size in sizes]
@@ -90,10 +90,9 @@ def test_shuffled_slopes_are_the_same_ones_at_other_lossy_strategies(space, monk
     def linear(space, params, batch, relaxed, key, progress):
         return sum((row @ increase for row, increase in zip(relaxed, loss_increases, strict=True)), jnp.zeros(()))
 
-    monkeypatch.setattr(bilevel_searches, "resolve", lambda name: Estimator(linear))
-    estimator = bilevel_searches.shuffled("linear", space, seed=0)
+    estimator = bilevel_searches.shuffled(linear, space, seed=0)
     rows = [jnp.full(size, 1 / size) for size in sizes]
-    value, slopes = jax.value_and_grad(lambda rows: estimator.increase(space, {}, None, rows, KEY, PROGRESS))(rows)
+    value, slopes = jax.value_and_grad(lambda rows: estimator(space, {}, None, rows, KEY, PROGRESS))(rows)
     assert float(value) == pytest.approx(float(linear(space, {}, None, rows, KEY, PROGRESS)))
     over = [d - d[int(group.exact.argmax())] for d, group in zip(loss_increases, space.groups, strict=True)]
     is_exact = np.concatenate([group.exact for group in space.groups])
@@ -126,7 +125,7 @@ def test_verdicts_need_the_whole_interval_on_one_side():
 
 
 def test_estimators_are_held_against_training():
-    found = bilevel_estimators.main(task.QUICK, seeds=1, estimators=("curvature",))
+    found = bilevel_estimators.main(task.QUICK, seeds=1)
     space = task.space(task.QUICK, "slow")
     num_lossy = sum(int((~group.exact).sum()) for group in space.groups)
     assert found["measured"].shape == found["curvature"].shape == (1, num_lossy)

@@ -6,7 +6,7 @@ import optax
 import pytest
 from flax import linen as nn
 
-from experiments import format_models, formats
+from experiments import format_estimates, format_models, formats
 from experiments.models import gpt
 
 
@@ -68,3 +68,29 @@ def test_digits_are_cut_into_patches():
     assert batch["image"].shape == (3, 16, 4)
     assert set(np.asarray(batch["label"])) <= set(labels.tolist())
     assert image >= 0
+
+
+def test_estimates_are_held_against_trainings(capsys):
+    format_estimates.main(
+        ["--model", "gpt", "--sizes", "small", "--products", "float8", "--steps", "2", "--seeds", "1"]
+    )
+    lines = capsys.readouterr().out.splitlines()
+    groups = [line.split("  ") for line in lines if " forward [" in line or " backward [" in line]
+    rows = {line.split("  ")[0]: line.split("  ")[1:] for line in lines if line.split("  ")[0] in ESTIMATES}
+    assert list(rows) == ESTIMATES
+    assert {len(group) for group in groups} == {1 + len(ESTIMATES)}
+    assert rows["trainings"][1] == "1.00"
+    hypergradient, shuffled = (ESTIMATES.index(f"hypergradient{words}") for words in ("", ", shuffled"))
+    assert sorted(group[1 + hypergradient] for group in groups) == sorted(group[1 + shuffled] for group in groups)
+    assert all(float(step) <= 1 for row in rows.values() for step in row[3::2])
+
+
+ESTIMATES = [
+    "trainings",
+    "paired looks",
+    "random looks, regression",
+    "hypergradient",
+    "loss of one use",
+    "hypergradient, no factor",
+    "hypergradient, shuffled",
+]

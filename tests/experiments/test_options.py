@@ -151,10 +151,10 @@ def test_options_of_the_bilevel_tables(monkeypatch):
 
     for module in ("loss", "estimators", "relaxation", "initialisation", "overhead"):
         monkeypatch.setattr(getattr(bilevel, f"bilevel_{module}"), "main", keep(module))
-    words = ["--seeds", "2", "--steps", "40", "--records", "runs", "--estimators", "mixture", "--model", "experts"]
+    words = ["--seeds", "2", "--steps", "40", "--records", "runs", "--model", "experts"]
     for table in ("loss", "estimators", "overhead"):
         bilevel.main([table, *words, "--links", "fast", "--seconds", "2"])
-    trainings = {"seeds": 2, "records": Path("runs"), "estimators": ["mixture"]}
+    trainings = {"seeds": 2, "records": Path("runs")}
     (loss_setting, links), options = asked["loss"]
     assert (loss_setting.name, loss_setting.steps, links, options) == ("experts", 40, ["fast"], trainings)
     assert asked["estimators"] == ((loss_setting,), trainings)

@@ -25,7 +25,7 @@ from diffshard.bilevel_search.relaxation import (
     mean_cost,
     proposals,
 )
-from diffshard.plans.notebook import framed
+from diffshard.plans.page_elements import framed
 from search_spaces.base import Choice, LossySpace, Part, SearchSpace, Traffic
 
 

@@ -1,8 +1,15 @@
 """A plan of the bilevel search as text: what each node takes, and what that saves and costs."""
 
 from diffshard.bilevel_search.plans.base import BilevelPlanData, NodePlan
-from diffshard.plans.formats import format_bytes, format_count, format_devices, format_s, is_shown
-from diffshard.plans.text_table import format_table, wrapped
+from diffshard.plans.formats import (
+    format_bytes,
+    format_count,
+    format_devices,
+    format_s,
+    format_table,
+    is_shown,
+    wrapped,
+)
 
 _MAX_CANDIDATES = 12
 """Lines of the table of candidates; the page shows all of them."""

@@ -8,8 +8,16 @@ from dataclasses import replace
 
 from diffshard.pipelines.plans.base import PipelinePlanData, PlannedStage
 from diffshard.pipelines.plans.consistency import simulated
-from diffshard.plans.formats import format_axes, format_bytes, format_count, format_percent, format_s, short_name
-from diffshard.plans.text_table import format_table, wrapped
+from diffshard.plans.formats import (
+    format_axes,
+    format_bytes,
+    format_count,
+    format_percent,
+    format_s,
+    format_table,
+    short_name,
+    wrapped,
+)
 
 STAGE_HEAD = ("stage", "layers", "begins at", "devices", "mesh", "memory of a device")
 TIME_HEAD = ("stage", "forward", "backward", "send on", "send back", "in flight", "all of them", "end of step")

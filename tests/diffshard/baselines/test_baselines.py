@@ -10,11 +10,9 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import diffshard
-from diffshard.baselines.arguments import describe_arguments
-from diffshard.baselines.base import Argument, BaselineMesh, DoesNotApplyError
+from diffshard.baselines.base import Argument, BaselineMesh, DoesNotApplyError, describe_arguments, tensor_splits
 from diffshard.baselines.plans import arguments_of, baseline_mesh_of
 from diffshard.baselines.shardings import EXPERTS
-from diffshard.baselines.tensor_parallel import tensor_splits
 from diffshard.sharding_search.call import call_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import trace_function

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from cost.base import Hardware, Problem
+from diffshard.bilevel_search.base import TrainingProgress
 from search_spaces.base import (
     Batch,
     Choice,
@@ -18,6 +19,7 @@ from search_spaces.base import (
     Params,
     Part,
     PerStrategy,
+    RelaxedChoice,
     Residuals,
     Selection,
     TrainingStep,
@@ -159,6 +161,15 @@ def batch_of(seed: int) -> tuple[jax.Array, jax.Array]:
     rng = np.random.default_rng(seed)
     inputs = rng.normal(size=(BATCH, WIDTH))
     return jnp.asarray(inputs), jnp.asarray(inputs @ np.arange(1.0, WIDTH + 1) + 0.1 * rng.normal(size=BATCH))
+
+
+def mixed_increase(
+    space: LossySpace, params: Params, batch: Batch, relaxed: RelaxedChoice, key: jax.Array, progress: TrainingProgress
+) -> jax.Array:
+    """An estimator of a user: the loss of the mixture of all strategies less that of the exact choice."""
+    exact = [jax.nn.one_hot(s, row.size) for s, row in zip(space.exact_choice(), relaxed, strict=True)]
+    exact_loss = jax.lax.stop_gradient(space.loss(params, batch, exact, key, progress.step))
+    return space.loss(params, batch, relaxed, key, progress.step) - exact_loss
 
 
 def start() -> dict[str, jax.Array]:

@@ -10,9 +10,10 @@ import pytest
 
 import diffshard
 from cost.base import Problem
+from diffshard.bilevel_search.curvature import curvature
 from diffshard.bilevel_search.relaxation import best_of, one_hot
 from search_spaces.numbered import NumberedSpace
-from tests.diffshard.bilevel_search.perturbed import ERRORS, SECONDS, Perturbed, batch_of, start
+from tests.diffshard.bilevel_search.perturbed import ERRORS, SECONDS, Perturbed, batch_of, mixed_increase, start
 from tests.diffshard.bilevel_search.small_search import EXACT_COST, KEY, plain_loss, run, small_search
 
 
@@ -72,7 +73,7 @@ def test_a_choice_that_the_exact_one_dominates_is_not_proposed(weight):
 def test_nodes_that_the_loss_does_not_see_are_named():
     """Node 1's second strategy adds no error to a forward pass, as those of gradients do not."""
     space = Perturbed([[0.0, 0.3], [0.0, 0.0]], [[2.0, 1.5], [3.0, 1.0]])
-    for estimator, most in [("mixture", 1.0), ("curvature", 1e-3)]:
+    for estimator, most in [(mixed_increase, 1.0), (curvature, 1e-3)]:
         plan, _ = (search := small_search(space, estimator=estimator, max_loss_increase=most)).finish(run(search, 3)[0])
         assert plan.choice[1] == 1
         assert plan.feasible

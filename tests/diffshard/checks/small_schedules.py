@@ -2,7 +2,7 @@
 
 from cost.base import Hardware
 from cost.networks import SwitchedHost
-from diffshard.checks.achievable_rates import AchievableRates
+from diffshard.checks.kernel_work import AchievableRates
 from diffshard.checks.timeline import Timeline, simulate
 
 # Hosts of 4 devices: "model" stays in a host, "data" goes from host to host.

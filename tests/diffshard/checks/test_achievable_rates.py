@@ -3,7 +3,7 @@
 import pytest
 
 from cost.presets import preset
-from diffshard.checks.achievable_rates import BETWEEN_HOSTS, INSIDE_HOST, achievable_rates
+from diffshard.checks.kernel_work import BETWEEN_HOSTS, INSIDE_HOST, achievable_rates
 
 
 def test_achievable_rates_are_shares_of_the_datasheets():

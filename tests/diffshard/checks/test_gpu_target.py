@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from diffshard.checks import gpu_target
-from diffshard.checks.gpu_target import A100, H100, gpu_mesh
+from diffshard.checks import targets
+from diffshard.checks.targets import A100, H100, gpu_mesh
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -19,7 +19,7 @@ def test_a_mesh_must_fill_whole_hosts():
 
 
 def test_a_missing_plugin_is_named_with_what_to_install(monkeypatch):
-    monkeypatch.setattr(gpu_target.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=r"diffshard\[gpu-compile\]"):
         gpu_mesh({"model": 8})
 
@@ -36,7 +36,7 @@ SCRIPT = """
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from diffshard.checks.collectives import hlo_collectives
-from diffshard.checks.gpu_target import gpu_mesh
+from diffshard.checks.targets import gpu_mesh
 
 mesh = gpu_mesh({"data": 2, "model": 4})
 place = lambda *specs: jax.tree.map(lambda s: NamedSharding(mesh, s), specs)

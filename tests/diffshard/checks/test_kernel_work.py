@@ -3,7 +3,7 @@
 import pytest
 
 from cost.base import Hardware
-from diffshard.checks.achievable_rates import AchievableRates
+from diffshard.checks.kernel_work import AchievableRates
 from diffshard.checks.timeline import simulate
 from tests.diffshard.checks.small_schedules import MESH, RATES, played, program
 

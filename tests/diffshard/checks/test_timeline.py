@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diffshard.checks.achievable_rates import BETWEEN_HOSTS, HOST_MEMORY, INSIDE_HOST
-from diffshard.checks.perfetto import write_perfetto
+from diffshard.checks.kernel_work import BETWEEN_HOSTS, HOST_MEMORY, INSIDE_HOST
 from diffshard.checks.spans import COMPUTE, unroll
 from diffshard.checks.timeline import simulate
+from diffshard.checks.timeline_lanes import write_perfetto
 from tests.diffshard.checks.small_schedules import BY_DATA, BY_MODEL, MESH, RATES, played, program
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -292,9 +292,9 @@ import jax, jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 from cost.presets import preset
-from diffshard.checks.achievable_rates import achievable_rates
+from diffshard.checks.kernel_work import achievable_rates
 from diffshard.checks.collectives import hlo_collectives
-from diffshard.checks.gpu_target import gpu_mesh
+from diffshard.checks.targets import gpu_mesh
 from diffshard.checks.timeline import simulate
 
 mesh = gpu_mesh({"data": 2, "model": 4})

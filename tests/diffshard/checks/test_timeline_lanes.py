@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from diffshard.checks.achievable_rates import INSIDE_HOST
+from diffshard.checks.kernel_work import INSIDE_HOST
 from diffshard.checks.spans import COMPUTE, Repetition, Span
 from diffshard.checks.timeline import Timeline
 from diffshard.checks.timeline_lanes import MAX_BARS, RESOLUTION, lanes_of

@@ -10,8 +10,8 @@ from importlib import metadata
 import pytest
 
 from diffshard.__main__ import main as entry
+from diffshard.command.arguments import show_progress
 from diffshard.command.line import main
-from diffshard.command.terminal import show_progress
 from tests.diffshard.plans.small_plan import small_plan
 
 

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import diffshard
-from diffshard.checks import gpu_target
+from diffshard.checks import targets
 from diffshard.comparison import checked_search
 from diffshard.plans.comparison import ComparedPlan
 from diffshard.plans.page import format_page
@@ -223,7 +223,7 @@ def test_bad_arguments_are_named(options, message):
 
 
 def test_a_missing_compiler_is_named_before_the_search(monkeypatch):
-    monkeypatch.setattr(gpu_target.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=r"diffshard\[gpu-compile\]"):
         diffshard.search(step, MESH, hardware="h100", check="compile")
 

@@ -11,8 +11,8 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import diffshard
-from diffshard.checks import gpu_target
-from diffshard.checks.achievable_rates import achievable_rates
+from diffshard.checks import targets
+from diffshard.checks.kernel_work import achievable_rates
 from diffshard.checks.targets import Target
 from tests.diffshard.comparison.crashing_target import CrashingTarget
 from tests.diffshard.comparison.small_step import BATCH, MESH, STATE, step
@@ -157,7 +157,7 @@ def test_a_plan_for_another_mesh_is_refused():
 
 
 def test_a_missing_compiler_is_named_with_what_to_install(monkeypatch):
-    monkeypatch.setattr(gpu_target.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=r"diffshard\[gpu-compile\]"):
         diffshard.compare(step, MESH, STATE, BATCH, plans={"found": found_plan()})
 

@@ -100,11 +100,15 @@ def test_missing_room_says_how_many_experts():
         ({"time_limit_s": -1}, "`time_limit_s` must be positive or None, got -1"),
         ({"key": "x"}, "`key` must be a seed"),
         ({"progress": 3}, "`progress` must be a function .* not 3"),
+        (
+            {"time_limit": 3},
+            "`time_limit` is no argument; those for the solver are solver, time_limit_s, key, progress",
+        ),
         ({"solver": "magic"}, "magic"),
         ({"capacity": [1.5, 2]}, r"`capacity\[0\]` must be a whole number of experts"),
     ],
 )
 def test_wrong_arguments_are_named(changed, message):
     arguments = {"expert_flops": [1, 2], "flops_per_s": [1, 1], "capacity": 2, **changed}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         diffshard.experts.assign_experts(**arguments)

@@ -7,9 +7,8 @@ import pytest
 
 import diffshard
 from cost.expert_groups import ExpertStep, ExpertWorkers, group_s, step_s
-from diffshard.experts.bounds import lower_bounds_s
-from diffshard.experts.merging import Division, divisions_by_merging
-from diffshard.experts.subsets import best_division
+from diffshard.experts.candidates import lower_bounds_s
+from diffshard.experts.divisions import Division, best_division, divisions_by_merging
 from experiments.expert_groups import STEP, group, irregular_cluster, random_cluster
 from search_spaces.expert_groups import ExpertGroupSpace
 from tests.cost.test_expert_groups_cost import WORKERS, golden_step
@@ -200,8 +199,12 @@ def test_missing_room_says_how_many_experts():
         ({"key": 0.5}, "`key` must be"),
         ({"time_limit_s": -1}, "`time_limit_s` must be"),
         ({"progress": 3}, "`progress` must be a function .* not 3"),
+        (
+            {"time_limit": 3},
+            "`time_limit` is no argument; those for the solver are solver, time_limit_s, key, progress",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(changed, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         call(**changed)

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import diffshard
-from diffshard.experts.loads import ExpertLoads
+from diffshard.experts.expert_moves import ExpertLoads
 from experiments.models.placed_experts import EXPERT_NAMES, training
 from tests.diffshard.experts.small_layouts import NUM_EXPERTS, small_layout
 

@@ -149,6 +149,8 @@ def test_a_pipeline_of_two_stages_runs_with_the_results_of_one_device(name, args
     assert slowest_s <= plan.step_s * (1 + 1e-9)
     check_previous_versions_are_state(next(iter(pipelined._prepared.values())).found)
     one_device, expected = jax.jit(diffshard.pipelines.delayed(train_step)), state
+    applied = plan.apply(train_step, cluster)(jax.tree.map(jnp.copy, state), batch)
+    check_close(jax.tree.map(jnp.asarray, applied[1]), one_device(state, batch)[1])
     found = jax.tree.map(jnp.copy, state)  # the memory of the first state is given up
     given, freed = [], []
     run = _Dispatch.run

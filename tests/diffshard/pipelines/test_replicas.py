@@ -103,6 +103,7 @@ def test_the_search_finds_replicas_whose_results_are_those_of_one_device(monkeyp
     expected = jax.jit(step)(*args)
     found = pipelined(*args)
     check_close(found, expected)
+    check_close(plan.apply(step, unequal_cluster())(*args), expected)
 
 
 def test_no_division_of_layers_among_kinds_is_below_the_bound():

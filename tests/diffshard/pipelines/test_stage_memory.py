@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from cost.pipeline_schedules import graph_of, in_flight
-from diffshard.checks.gpu_target import gpu_mesh
+from diffshard.checks.targets import gpu_mesh
 from diffshard.pipelines.stage_calls import StageCalls
 from diffshard.pipelines.stage_memory import stage_memory
 from tests.diffshard.pipelines.small_pipeline import arguments, by_example, small_execution, train_step

@@ -15,7 +15,7 @@ from diffshard.budgets.base import PhasePlans
 from diffshard.plans.base import PlannedObjective, PredictedCollective, TriedShape
 from diffshard.plans.comparison import ComparedPlan, Comparison
 from diffshard.plans.lanes import Lane, LaneBar
-from diffshard.plans.residuals import Rematerialisation, Residual
+from diffshard.plans.sections import Rematerialisation, Residual
 from diffshard.resharding.moves import Move
 from diffshard.tables.learned_cost import LearnedPrediction
 from search_spaces.embedding_tables.base import DEVICE, EVERY_DEVICE, HOST, EmbeddingTable, Piece, TableDevices

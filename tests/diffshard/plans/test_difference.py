@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import diffshard
-from diffshard.plans.alignment import align_operations
-from diffshard.plans.text_table import TEXT_WIDTH
+from diffshard.plans.difference_data import align_operations
+from diffshard.plans.formats import TEXT_WIDTH
 from tests.diffshard.plans.page_checker import checked_page
 from tests.diffshard.plans.small_plan import operation, small_plan
 

@@ -4,10 +4,10 @@ import dataclasses
 import math
 import re
 
-from diffshard.plans.advice import Advice
 from diffshard.plans.layers import layer_name, layers, layers_of_operations
 from diffshard.plans.page import format_page
-from diffshard.plans.page_style import STYLE
+from diffshard.plans.page_elements import STYLE
+from diffshard.plans.sections import Advice
 from diffshard.plans.summary import modules_of
 from tests.diffshard.plans.page_checker import checked_page
 from tests.diffshard.plans.small_plan import operation, small_plan

@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
 import diffshard
-from diffshard.plans.advice import LEAST_SHARE, MOST_LINES, Advice
 from diffshard.plans.formats import format_bytes
 from diffshard.plans.page import format_page
+from diffshard.plans.sections import LEAST_SHARE, MOST_LINES, Advice
 from diffshard.sharding_search.number_formats import product_groups
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import space_of, trace_function

@@ -70,12 +70,12 @@ class _KnownLosses:
         self.numbers = {v.index: n for n, group in enumerate(self.groups.values()) for v in group.vertices}
 
     def increase_of(self, products):
-        count = len({self.numbers[product] for product in products})
+        count = len({self.numbers[product] for product, _ in products})
         return Increase(0.1 * count + 0.15 * count * (count - 1) / 2, None)
 
     def increases_at(self, products, groups):
         current = frozenset(products)
-        members = [frozenset(v.index for v in group.vertices) for group in groups]
+        members = [group.members for group in groups]
         return [self.increase_of(current | m).mean - self.increase_of(current - m).mean for m in members]
 
 
@@ -96,10 +96,10 @@ def test_what_is_chosen_changes_what_is_measured(monkeypatch):
     assert plan.step_s == min(within)
     names = [group.name for group in plan.formats.groups]
     table = _KnownLosses(type("request", (), {"traced_function": traced(train_step, args)[1]}))
-    vertices = [table.groups[name].vertices for name in names]
+    members = [table.groups[name].members for name in names]
     best_s = plan.step_s
     for inside in itertools.combinations(range(len(names)), 3):  # four are beyond the limit
-        assert table.increase_of([v.index for n in inside for v in vertices[n]]).mean <= limit
+        assert table.increase_of({m for n in inside for m in members[n]}).mean <= limit
         offered = dict.fromkeys([names[n] for n in inside], 0.0)
         best_s = min(best_s, search(mesh, 1.0, hardware=hardware, increases=offered).plan(*args).step_s)
     assert plan.step_s <= best_s * (1 + 1e-6)
@@ -110,12 +110,12 @@ def test_validation_runs_have_the_losses_of_the_program_and_no_rule_within_the_l
     formats = diffshard.formats.Formats(0.01, calls=calls_of(3, 8), steps=4, validation_runs=runs)
     losses = losses_of(formats)
     inside = list(losses.groups)[1:4]
-    products = [v.index for name in inside for v in losses.groups[name].vertices]
+    products = {m for name in inside for m in losses.groups[name].members}
     late = [np.mean(trained(inside, run)[-2:]) - np.mean(trained((), run)[-2:]) for run in runs]
     mean, error = losses.increase_of(products)
     np.testing.assert_allclose(mean, np.mean(late), atol=1e-6)
     assert error == pytest.approx(abs(late[0] - late[1]) / 2, abs=1e-6)
-    assert losses.increase_of(()).mean == 0
+    assert losses.increase_of(frozenset()).mean == 0
     step = search(mesh_of(2), 0.01, calls=formats.calls, steps=4, validation_runs=runs)
     plan = step.plan(*arguments())
     assert plan.formats is not None
@@ -133,7 +133,7 @@ def test_looks_at_chosen_formats_by_hand():
     losses = losses_of(formats)
     groups = list(losses.groups.values())
     inside, other = [groups[0], groups[3]], groups[2]
-    current = [v.index for group in inside for v in group.vertices]
+    current = {m for group in inside for m in group.members}
     expected = {}
     state = calls[0][0]
     names = [group.name for group in inside]
@@ -160,7 +160,7 @@ def test_a_narrower_function_is_measured_in_place_of_the_searched_one():
     plan = search(mesh, UNLIMITED, hardware=hardware, **measured).plan(*wide)
     assert plan.formats is not None
     losses = losses_of(diffshard.formats.Formats(UNLIMITED, **measured))
-    products = [v.index for group in losses.groups.values() for v in group.vertices]
+    products = {m for group in losses.groups.values() for m in group.members}
     assert plan.formats.measured_increase == losses.increase_of(products).mean
     with pytest.raises(ValueError, match=r"calls\[0\]` has other arrays"):
         search(mesh, 1.0, hardware=hardware, calls=calls_of(3, 8), steps=4).plan(*wide)
@@ -226,7 +226,7 @@ def test_formats_that_diverge_are_measured_as_inf():
     losses = losses_of(diffshard.formats.Formats(1.0, calls=calls_of(3, 4), steps=2))
     losses._run = lambda state, calls, on: (state, np.full(len(calls), np.inf if on else 1.0))  # pyright: ignore
     groups = list(losses.groups.values())
-    assert losses.increase_of([v.index for group in groups for v in group.vertices]) == (np.inf, None)
+    assert losses.increase_of({m for group in groups for m in group.members}) == (np.inf, None)
     assert losses.increases_at((), groups) == [np.inf] * len(groups)
 
 
@@ -235,7 +235,7 @@ def test_a_group_with_an_increase_of_inf_stays_as_it_is(tmp_path):
     names = [group.name for group in groups_of(traced(train_step, args)[2].graph)]
     plan = search(mesh, 1.0, increases={**dict.fromkeys(names, 0.0), names[0]: np.inf}).plan(*args)
     assert plan.formats is not None
-    assert {g.name: g.num_float8 for g in plan.formats.groups} == {name: name != names[0] for name in names}
+    assert {g.name: g.num_rounded for g in plan.formats.groups} == {name: name != names[0] for name in names}
     plan.save(tmp_path / "plan.json")
     assert diffshard.Plan.load(tmp_path / "plan.json", mesh) == plan
 
@@ -245,7 +245,7 @@ def test_known_increases_begin_the_rounds_and_name_what_may_be_rounded():
     increases = dict.fromkeys(names[:2], 0.0)
     plan = search(mesh_of(2), 1.0, increases=increases, calls=calls_of(3, 4), steps=2).plan(*arguments())
     assert plan.formats is not None
-    assert {group.name for group in plan.formats.groups if group.num_float8} == set(names[:2])
+    assert {group.name for group in plan.formats.groups if group.num_rounded} == set(names[:2])
     assert plan.formats.trials[0].predicted_increase == 0
     assert plan.formats.measured_by == "looks ahead"
 

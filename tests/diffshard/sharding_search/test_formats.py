@@ -89,7 +89,7 @@ def test_groups_are_measured_and_the_plan_runs_is_saved_applied_and_compared(tmp
     assert plan.formats is not None
     assert all(increase >= 0 for increase in plan.formats.increases.values())
     assert {operation.format for operation in plan.operations if "dot_general" in operation.signature} == {"float8"}
-    assert "Formats: products in float8" in str(plan)
+    assert "Formats: products in fewer bits" in str(plan)
     assert all(group.name.replace("<", "&lt;") in plan.html() for group in plan.formats.groups)
     plan.save(tmp_path / "plan.json")
     loaded = diffshard.Plan.load(tmp_path / "plan.json", mesh)
@@ -101,7 +101,7 @@ def test_groups_are_measured_and_the_plan_runs_is_saved_applied_and_compared(tmp
     assert loss != exact_loss
     np.testing.assert_allclose(loss, exact_loss, rtol=0.05)
     assert "products have other number formats" in str(exact.diff(plan))
-    with pytest.raises(diffshard.PlanError, match="float8"):
+    with pytest.raises(diffshard.PlanError, match="fewer bits"):
         loaded.apply(train_step, executor="constraints")(*args)
 
 
@@ -164,7 +164,7 @@ def test_a_loss_that_is_too_coarse():
 
 def test_a_loss_that_is_not_finite():
     params, batch = arguments()
-    with pytest.raises(ValueError, match=r"not finite, with no product in float8"):
+    with pytest.raises(ValueError, match=r"not finite, with no product in fewer bits"):
         measuring(train_step, (jax.tree.map(lambda p: p * jnp.nan, params), batch))
 
 
@@ -172,3 +172,19 @@ def test_calls_of_other_shapes():
     args = arguments()
     with pytest.raises(ValueError, match=r"calls\[1\]` has other arrays"):
         search(mesh_of(2), 0.1, calls=[args, arguments(2 * ROWS)], steps=2).plan(*args)
+
+
+def test_formats_are_chosen_on_each_shape_of_the_mesh_and_the_fastest_one_is_taken():
+    args = jax.eval_shape(lambda: arguments(8192, 8192))
+    mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    names = [group.name for group in groups_on(mesh, diffshard.preset("h100", dict(mesh.shape)), args)]
+    formats = diffshard.formats.Formats(0.5, increases=dict.fromkeys(names, 0.2))
+    plan = diffshard.search(train_step, devices=4, hardware="h100", formats=formats).plan(*args)
+    exact = diffshard.search(train_step, devices=4, hardware="h100").plan(*args)
+    assert sum(operation.format != "" for operation in plan.operations) == 2  # 0.2 for each within 0.5
+    assert plan.lower_bound_s <= plan.step_s < exact.step_s
+    for shape in plan.shapes:
+        axes = tuple(shape.mesh_axes.values()), tuple(shape.mesh_axes)
+        alone = AbstractMesh(*axes, axis_types=(AxisType.Auto,) * len(axes[0]))
+        of_shape = diffshard.search(train_step, alone, hardware="h100", formats=formats).plan(*args)
+        assert plan.step_s <= of_shape.step_s * (1 + 1e-4)

@@ -182,3 +182,33 @@ def test_modules_go_with_a_pipeline_and_its_plan_is_applied():
             assert jnp.allclose(step(model, optimizer, batch), nnx.jit(nnx_step)(expected, of_expected, batch))
         assert jnp.allclose(model.kernel[...], expected.kernel[...], atol=1e-6)
         assert int(optimizer.step[...]) == 2
+
+
+def test_plans_of_modules_are_compared():
+    plan = diffshard.nnx.search(nnx_step, mesh(), hardware="h100").plan(*nnx_arguments())
+    by_hand = (None, None, PartitionSpec("data"))
+    table = diffshard.nnx.compare(
+        nnx_step, mesh(), *nnx_arguments(), plans={"found": plan, "by hand": by_hand}, target="host"
+    )
+    assert [row.name for row in table.rows] == ["found", "by hand"]
+    assert all(row.compiled_peak_bytes for row in table.rows)
+
+
+def test_a_training_of_modules_goes_on_from_its_checkpoint(tmp_path):
+    def init():
+        return nnx_arguments()[:2]
+
+    losses = []
+    for until in (2, 4):
+        batch = nnx_arguments()[2]
+        with diffshard.nnx.resume(
+            tmp_path, nnx_step, mesh(), init, batch, hardware="h100", progress="none"
+        ) as training:
+            modules = training.restore()
+            for number in range(training.training.num_steps, until):
+                losses.append(float(training.step(modules, batch * (number + 1))))
+                training.save(number + 1, modules)
+    model, optimizer, batch = nnx_arguments()
+    expected = [float(nnx.jit(nnx_step)(model, optimizer, batch * (number + 1))) for number in range(4)]
+    assert jnp.allclose(jnp.array(losses), jnp.array(expected), rtol=1e-5)
+    assert int(modules[1].step[...]) == 4

@@ -19,7 +19,7 @@ from diffshard.tables import (
     learn_table_cost,
     learned_annealing,
     learning,
-    samples,
+    measurements,
     shard_tables,
 )
 from diffshard.tables.chains import Schedule
@@ -94,8 +94,8 @@ def test_costs_are_learned_from_the_devices_at_hand(monkeypatch, space):
     """Two samples do not say much; that they are enough to price placements shows that all parts fit."""
     monkeypatch.setattr(learning, "LEAST_SAMPLES", 2)
     monkeypatch.setattr(pooled_networks, "_STEPS", 5)
-    monkeypatch.setattr(samples, "_BATCH_SIZES", (64,))
-    monkeypatch.setattr(samples, "_MOST_PIECES", 1)
+    monkeypatch.setattr(measurements, "_BATCH_SIZES", (64,))
+    monkeypatch.setattr(measurements, "_MOST_PIECES", 1)
     seen = []
     cost = learn_table_cost(
         jax.devices()[:2], num_samples=2, num_exchanges=2, progress=lambda done, of: seen.append((done, of))

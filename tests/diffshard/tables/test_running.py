@@ -15,10 +15,10 @@ from jax.sharding import AxisType
 from cost.presets import preset
 from diffshard.base import PlanError
 from diffshard.tables import host_rows
+from diffshard.tables.arrays import padded_ids, pooled, pooling_weights
 from diffshard.tables.exchanges import in_columns
 from diffshard.tables.plan import TablePlan
 from diffshard.tables.plan_data import check_table_plan
-from diffshard.tables.reference import padded_ids, pooled, pooling_weights
 from search_spaces.embedding_tables.base import EVERY_DEVICE, HOST, EmbeddingTable, Piece, TableDevices
 
 BATCH = 16

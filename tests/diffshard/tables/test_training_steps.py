@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 import diffshard
 from diffshard.tables import EmbeddingTable
-from diffshard.tables.reference import pooled, pooling_weights
+from diffshard.tables.arrays import pooled, pooling_weights
 
 BATCH, WIDTH, RATE = 16, 8, 0.1
 TABLES = (

@@ -16,7 +16,7 @@ import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from cost.embedding_tables import copy_update_s
 from diffshard.tables import EmbeddingTable, shard_tables
-from diffshard.checks.gpu_target import gpu_mesh
+from diffshard.checks.targets import gpu_mesh
 from diffshard.checks.hlo import parse
 from diffshard.checks.kernel_work import kernel_work
 from search_spaces.embedding_tables.base import EVERY_DEVICE, Piece

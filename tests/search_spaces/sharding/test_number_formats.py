@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import diffshard
@@ -15,10 +16,10 @@ from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import space_of, trace_function
 from search_spaces.sharding import interpreter, messages, scheduling
 from search_spaces.sharding.edge_costs import edge_transfer_s
-from search_spaces.sharding.float8 import is_backward, takes_float8
 from search_spaces.sharding.messages import maximum_step, message_of
-from search_spaces.sharding.number_formats import SwitchedProducts
+from search_spaces.sharding.number_formats import MixedProducts
 from search_spaces.sharding.number_formats import rounded as round_block
+from search_spaces.sharding.product_formats import FORMATS, is_backward, takes, takes_formats
 
 ROWS, WIDTH = 6, 8
 
@@ -49,7 +50,7 @@ def rounded(array, dtype, largest):
 
 
 def products_of(space):
-    return [vertex for vertex in space.graph.operations() if takes_float8(vertex)]
+    return [vertex for vertex in space.graph.operations() if takes_formats(vertex)]
 
 
 def test_a_product_has_the_numbers_of_rounded_operands_however_it_is_sharded():
@@ -62,7 +63,7 @@ def test_a_product_has_the_numbers_of_rounded_operands_however_it_is_sharded():
     for strategy in range(0, len(space.nodes[vertex.index].strategies), 2):
         choice = [0] * len(space.nodes)
         choice[vertex.index] = strategy
-        layout = space.layout(choice).with_float8([vertex.index])
+        layout = space.layout(choice).with_formats([(vertex.index, "float8")])
         layouts.add(layout)
         result = jax.jit(space.device_program(layout, mesh))(x, weights)[0]
         np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
@@ -75,12 +76,13 @@ def test_the_looks_ahead_have_the_numbers_of_the_program():
     products = products_of(space)
     assert [is_backward(vertex) for vertex in products] == [False, True]
     layout = space.layout([0] * len(space.nodes))
-    switched = SwitchedProducts(space.graph, layout, {v.index: i for i, v in enumerate(products)})
+    mixed = MixedProducts(space.graph, layout, {v.index: i for i, v in enumerate(products)}, [FORMATS["float8"]])
     for switches in ([True, True], [False, True], [False, False]):
-        on = frozenset(v.index for v, is_on in zip(products, switches, strict=True) if is_on)
-        program = space.device_program(layout.with_float8(on), mesh)
+        on = frozenset((v.index, "float8") for v, is_on in zip(products, switches, strict=True) if is_on)
+        program = space.device_program(layout.with_formats(on), mesh)
         expected = jax.jit(program)(weights, x)[0]
-        np.testing.assert_allclose(switched(jnp.array(switches), weights, x)[0], expected, rtol=1e-5, atol=1e-5)
+        results = mixed(jnp.array(switches, jnp.float32)[:, None], weights, x)
+        np.testing.assert_allclose(results[0], expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(expected, gradient(weights, x), rtol=1e-5, atol=1e-5)
 
 
@@ -88,7 +90,7 @@ def test_a_cotangent_is_rounded_to_the_wider_range():
     x, weights = arrays()
     space, mesh = space_for(gradient, weights, x)
     backward = products_of(space)[1]
-    layout = space.layout([0] * len(space.nodes)).with_float8([backward.index])
+    layout = space.layout([0] * len(space.nodes)).with_formats([(backward.index, "float8")])
     text = str(jax.make_jaxpr(space.device_program(layout, mesh))(weights, x))
     assert text.count("new_dtype=float8_e5m2") == 1
     assert text.count("new_dtype=float8_e4m3fn") == 1
@@ -98,7 +100,7 @@ def test_a_product_of_zeros_is_zero():
     x, weights = arrays()
     space, mesh = space_for(product, x, weights)
     (vertex,) = products_of(space)
-    layout = space.layout([0] * len(space.nodes)).with_float8([vertex.index])
+    layout = space.layout([0] * len(space.nodes)).with_formats([(vertex.index, "float8")])
     assert not np.any(space.device_program(layout, mesh)(0 * x, weights)[0])
 
 
@@ -111,12 +113,12 @@ def test_the_price_of_a_product_in_float8_by_hand():
     (vertex,) = products_of(space)
     strategies = space.nodes[vertex.index].strategies
     whole = next(i for i, s in enumerate(strategies) if not any(map(any, s.operands)))
-    costs = space.with_float8({vertex.index: 0.0}).node_costs
+    costs = space.with_formats({(vertex.index, "float8"): 0.0}).node_costs
     m, k, n = sizes
     exact_s = 2 * m * k * n / hardware.reached_flops_per_s("bfloat16")
     product_s = 2 * m * k * n / hardware.reached_flops_per_s("float8_e4m3fn")
     rounding_s = 3 * (m * k + k * n) / hardware.reached_memory_bytes_per_s + 4e-6
-    both_s = costs.compute_s(vertex, (strategies[whole], strategies[whole]._replace(in_float8=True)))
+    both_s = costs.compute_s(vertex, (strategies[whole], strategies[whole]._replace(format="float8")))
     np.testing.assert_allclose(both_s[0] - both_s[1], exact_s - product_s - rounding_s, rtol=1e-9)
 
 
@@ -126,16 +128,16 @@ def test_the_price_of_a_message_by_hand():
         x, weights = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, width), (width, width)))
         space, _ = space_for(product, x, weights)
         (vertex,) = products_of(space)
-        space = space.with_float8({vertex.index: 0.0})
+        space = space.with_formats({(vertex.index, "float8"): 0.0})
         (edge,) = (e for e in space.edges if e.reader == vertex.index and e.operand == 1)
         stored = ((0,), ())
         source = next(i for i, s in enumerate(space.nodes[edge.node].strategies) if s.results[0] == stored)
         strategies = space.nodes[vertex.index].strategies
         whole = [i for i, s in enumerate(strategies) if not any(map(any, s.operands))]
-        assert [strategies[i].in_float8 for i in whole] == [False, True]
+        assert [strategies[i].format for i in whole] == ["", "float8"]
         costs = space.reshard_costs
-        message = message_of(costs.path, edge.value, stored, ((), ()), in_float8=True)
-        assert message == (is_coded, (1 if is_coded else 2) * width**2, (0,) if is_coded else ())
+        message = message_of(costs.path, edge.value, stored, ((), ()), vertex, 1, "float8")
+        assert message[:3] == (is_coded, (1 if is_coded else 2) * width**2, (0,) if is_coded else ())
         (step,) = costs.path(stored, ((), ()))
         latency = space.node_costs.shares.latency(edge.value)
         share = space.node_costs.shares.exposed(edge.value)
@@ -204,7 +206,88 @@ def every_group(fn, mesh, hardware, *arguments):
 
 
 def test_tiny_numbers_are_rounded_without_dividing_by_zero():
-    for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
-        codes = round_block(jnp.array([0.0, 1e-36, -1e-38], jnp.float32), dtype, ())
+    x, weights = arrays()
+    space, _ = space_for(product, x, weights)
+    (vertex,) = products_of(space)
+    tiny = jnp.array([[0.0, 1e-36, -1e-38]], jnp.float32)
+    for name in ("float8", "float8_rows", "int8"):
+        codes = round_block(tiny, vertex, 0, FORMATS[name], ())
         assert np.all(np.isfinite(np.asarray(codes.codes, np.float32)))
-        assert float(codes.scale) > 0
+        assert np.all(np.asarray(codes.scale) > 0)
+
+
+E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+"""The magnitudes that float4 has."""
+
+
+def int8_rows(array, dim):
+    scale = np.abs(array).max(axis=dim, keepdims=True) / np.float32(127)
+    return np.round(array / scale) * scale
+
+
+def float4_blocks(array, dim):
+    blocks = np.moveaxis(array, dim, -1).reshape(-1, 32)
+    scale = 2.0 ** np.ceil(np.log2(np.abs(blocks).max(axis=1, keepdims=True) / 6))
+    nearest = E2M1[np.abs(np.abs(blocks / scale)[..., None] - E2M1).argmin(-1)]
+    numbers = (np.sign(blocks) * nearest * scale).reshape(np.moveaxis(array, dim, -1).shape)
+    return np.moveaxis(numbers, -1, dim)
+
+
+@pytest.mark.parametrize(("name", "by_hand", "width"), [("int8", int8_rows, 8), ("float4", float4_blocks, 128)])
+def test_formats_with_several_scales_by_hand_however_they_are_sharded(name, by_hand, width):
+    keys = jax.random.split(jax.random.key(0))
+    x, weights = 3 * jax.random.normal(keys[0], (ROWS, width)), jax.random.normal(keys[1], (width, 8))
+    space, mesh = space_for(product, x, weights)
+    (vertex,) = products_of(space)
+    expected = by_hand(np.asarray(x), 1) @ by_hand(np.asarray(weights), 0)
+    assert not np.allclose(expected, x @ weights, rtol=1e-3, atol=1e-3)
+    mixed = MixedProducts(space.graph, space.layout([0] * len(space.nodes)), {vertex.index: 0}, [FORMATS[name]])
+    np.testing.assert_allclose(mixed(jnp.ones((1, 1)), x, weights)[0], expected, rtol=1e-5, atol=1e-4)
+    strategies, axes_of_contracted = space.nodes[vertex.index].strategies, set()
+    for strategy in range(0, len(strategies), 2):
+        choice = [0] * len(space.nodes)
+        choice[vertex.index] = strategy
+        axes_of_contracted.add(strategies[strategy].operands[0][1])
+        program = space.device_program(space.layout(choice).with_formats([(vertex.index, name)]), mesh)
+        np.testing.assert_allclose(jax.jit(program)(x, weights)[0], expected, rtol=1e-5, atol=1e-4)
+    assert {(), (0,), (1,)} <= axes_of_contracted
+
+
+def test_a_strategy_that_would_cut_blocks_is_never_taken():
+    x, weights = jnp.ones((ROWS, 64)), jnp.ones((64, 8))
+    space, _ = space_for(product, x, weights)
+    (vertex,) = products_of(space)
+    space = space.with_formats({(vertex.index, "float4"): 0.0})
+    seconds = space.node_costs.compute_s(vertex, space.nodes[vertex.index].strategies)
+    for s, strategy in enumerate(space.nodes[vertex.index].strategies):
+        is_cut = strategy.format == "float4" and strategy.operands[0][1] == (0, 1)  # 4 parts of 16 numbers
+        assert np.isinf(seconds[s]) == is_cut
+    assert not takes(products_of(space_for(product, jnp.ones((ROWS, 40)), jnp.ones((40, 8)))[0])[0], "float4")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_number_without_a_scale_stays_visible(name):
+    x, weights = jnp.ones((ROWS, 64)).at[0, 0].set(jnp.inf), jnp.ones((64, 8))
+    space, mesh = space_for(product, x, weights)
+    (vertex,) = products_of(space)
+    layout = space.layout([0] * len(space.nodes)).with_formats([(vertex.index, name)])
+    assert np.all(np.isnan(jax.jit(space.device_program(layout, mesh))(x, weights)[0][0]))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_derivative_in_a_weight_is_that_of_the_mixture(name):
+    keys = jax.random.split(jax.random.key(0))
+    x, weights = jax.random.normal(keys[0], (ROWS, 64)), jax.random.normal(keys[1], (64, 8))
+    space, _ = space_for(product, x, weights)
+    (vertex,) = products_of(space)
+    mixed = MixedProducts(space.graph, space.layout([0] * len(space.nodes)), {vertex.index: 0}, [FORMATS[name]])
+
+    def loss(share):
+        return jnp.sum(jnp.sin(mixed(share * jnp.ones((1, 1)), x, weights)[0]))
+
+    for share in (0.25, 0.5):
+        difference = (loss(share + 0.01) - loss(share - 0.01)) / 0.02
+        np.testing.assert_allclose(jax.grad(loss)(share), difference, rtol=2e-2, atol=2e-3)
+    rounded_product, exact = mixed(jnp.ones((1, 1)), x, weights)[0], x @ weights
+    np.testing.assert_allclose(mixed(jnp.zeros((1, 1)), x, weights)[0], exact, rtol=1e-5, atol=1e-5)
+    assert not np.allclose(rounded_product, exact, rtol=1e-3)

@@ -1,0 +1,115 @@
+"""Sums and kept arrays as codes: what they do to the loss of a training, and the time of compiled programs with them.
+
+    python -m experiments.codes [--model gpt] [--steps 200] [--seeds 2] [--devices 8]
+    python -m experiments.codes --compile decoder --mesh 4x8 [--links 1 0.25] [--formats int8]
+
+The first trains a small model from the start on one device, which sums in as many parts as devices would, with the sums
+of all gradients in each format, and with all arrays of the forward pass kept in it. The second compiles a model of
+`experiments.timeline_models` for H100s (the extra `gpu-compile`) with sums as they are, and in each format wherever
+that gains, whatever the loss says, for links between hosts of some share of the preset's bandwidth; and plays the
+programs back. `experiments.remat` compiles plans that keep arrays as codes under memory limits.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+
+import diffshard
+from diffshard.checks.achievable_rates import achievable_rates
+from diffshard.checks.timeline import simulate
+from diffshard.plans.formats import format_s
+from diffshard.sharding_search.call import array_types
+from diffshard.sharding_search.format_losses import MeasuredLosses
+from diffshard.sharding_search.number_formats import GRADIENTS, KEPT
+from diffshard.sharding_search.options import Options
+from diffshard.sharding_search.tracing import space_of, trace_function
+from experiments.format_models import MODELS, Setting
+from experiments.formats import faster
+from experiments.host_devices import parse_mesh
+from experiments.models.model import abstract_arguments
+from experiments.tables import print_table
+from experiments.targets import MESHES
+from experiments.timeline_models import CASES
+from search_spaces.sharding.codes import FORMATS
+
+LATE_SHARE = 0.2
+"""The last losses of a training, of which the mean is compared."""
+
+
+def training_table(setting: Setting, names: Sequence[str], steps: int, seeds: int, num_devices: int) -> None:
+    """Trains with everything exact, and with each kind of codes in each format, and prints the losses."""
+    trainings = [setting.training(seed, steps) for seed in range(seeds)]
+    formats = diffshard.Formats(1.0, trainings[0], steps=steps, products=(), sums=names, kept=names)
+    mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,))
+    hardware = diffshard.preset("h100", dict(mesh.shape))
+    options = Options(fn=setting.small.step, mesh=mesh, hardware=hardware, memory_limit_bytes=np.inf)
+    traced = trace_function(options, trainings[0][0])
+    types, space = array_types(traced.call.arrays), space_of(options, traced)
+    losses = MeasuredLosses(formats, space, options, types, traced.out_paths, num_devices)
+    chosen = [group for group in losses.groups.values() if group.place in (GRADIENTS, KEPT)]
+    members = {"exact": frozenset(), **{group.name: group.members for group in chosen}}
+    rows, exact, runs = [], [], [[jax.tree.leaves(call) for call in training] for training in trainings]
+    for name, keys in members.items():
+        late = [float(np.mean(losses.run({}, run, keys)[1][-round(LATE_SHARE * steps) :])) for run in runs]
+        exact = exact or late
+        rows.append([name, str(len(keys)), *(f"{loss - other:+.4f}" for loss, other in zip(late, exact, strict=True))])
+        print(*rows[-1], sep="  ", flush=True)
+    columns = ["codes", "operations", *(f"seed {seed}" for seed in range(seeds))]
+    print_table(f"a {setting.small.name} after {steps} steps, sums of {num_devices} devices", columns, rows)
+    print("exact losses:", *(f"{loss:.4f}" for loss in exact))
+
+
+def compiled_table(name: str, mesh_text: str, links: Sequence[float], formats: Sequence[str], limit_s: float) -> None:
+    """Compiles a model with sums as they are and in each format, and prints predictions and timelines."""
+    case, rows = CASES[name], []
+    model = case.make(batch=case.batches[mesh_text], **case.full)
+    mesh = MESHES["h100"](parse_mesh(mesh_text))
+    preset = diffshard.preset("h100", dict(mesh.shape))
+    for share in links:
+        own = {axis: faster(link, share) if link.num_hosts > 1 else link for axis, link in preset.links.items()}
+        hardware = dataclasses.replace(preset, links=own)
+        for label in ("exact", *formats):
+            any_loss = {} if label == "exact" else {f"{GRADIENTS} in {label}": 0.0}
+            step = diffshard.search(
+                model.step, mesh, hardware=hardware, time_limit_s=limit_s, donate_argnums=0, progress="none",
+                formats=diffshard.Formats(1.0, increases=any_loss, products=(), sums=tuple(formats)),
+            )  # fmt: skip
+            plan = step.plan(*abstract_arguments(model))
+            hlo = step.lower(*abstract_arguments(model)).compile().as_text() or ""
+            timeline = simulate(hlo, mesh.shape, achievable_rates(hardware))
+            num_sums = sum(bool(operation.sent_in) for operation in plan.operations)
+            seconds = [format_s(s) for s in (plan.step_s, plan.lower_bound_s, timeline.step_s)]
+            rows.append([f"{share:g}", label, *seconds, str(num_sums)])
+            print(*rows[-1], *timeline.notes, sep="  ", flush=True)
+    columns = ["links between hosts", "gradients in", "predicted", "bound", "timeline", "sums as codes"]
+    print_table(f"{name} on {mesh_text} H100s, compiled", columns, rows)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints one of the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="gpt")
+    parser.add_argument("--steps", type=int, default=200, help="of each training")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--devices", type=int, default=8, help="that share each sum")
+    parser.add_argument("--sizes", choices=("full", "small"), default="full")
+    parser.add_argument("--compile", choices=CASES, help="compile this model instead")
+    parser.add_argument("--mesh", default="4x8")
+    parser.add_argument("--links", type=float, nargs="+", default=[1.0, 0.25], help="shares of the preset's bandwidth")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["int8"])
+    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds of the solver for each plan")
+    options = parser.parse_args(argv)
+    if options.compile:
+        compiled_table(options.compile, options.mesh, options.links, options.formats, options.time_limit)
+    else:
+        setting = Setting.of(options.model, options.sizes)
+        training_table(setting, options.formats, options.steps, options.seeds, options.devices)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,157 @@
+"""How well estimates of what formats do to the loss agree with trainings, and which formats they lead to.
+
+    python -m experiments.format_estimates [--model mixer] [--products float4] [--steps 100] [--seeds 2]
+
+Each group of products of a small model is trained with throughout, from the beginning, and the late loss held against
+that without it, on the same batches: what is to be predicted. The estimates are paired looks ahead, looks with random
+groups and a regression, the hypergradient, and controls: the hypergradient without the factor to whole trainings, with
+shuffled groups, and what one use does to the loss. Each chooses groups within a budget by a knapsack, with what they
+gain in the wide model on 8 B200s, sharded as is best without them; what it has chosen is trained with, too.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
+from scipy.stats import spearmanr
+
+import diffshard
+from diffshard.deadline import Deadline
+from diffshard.sharding_search.call import array_types
+from diffshard.sharding_search.format_losses import MeasuredLosses
+from diffshard.sharding_search.format_search import best_groups
+from diffshard.sharding_search.number_formats import ProductGroup, product_groups
+from diffshard.sharding_search.options import Options
+from diffshard.sharding_search.planning import fastest_choice
+from diffshard.sharding_search.request import PlanRequest
+from diffshard.sharding_search.step_objective import step_s
+from diffshard.sharding_search.tracing import space_of, trace_function
+from experiments import format_models
+from experiments.format_models import MODELS, Setting
+from experiments.models.model import Model, abstract_arguments
+from experiments.tables import print_table
+from search_spaces.sharding.format_gains import gains_s
+from search_spaces.sharding.product_formats import FORMATS
+
+_SOLVER_S = 10.0
+
+
+def losses_of(setting: Setting, products: Sequence[str], steps: int, seeds: int) -> MeasuredLosses:
+    """Returns what measures the small model: two looks ahead, and a training for each seed."""
+    num_calls = format_models.LOOKS * format_models.LOOK_STEPS
+    formats = diffshard.formats.Formats(
+        1.0,
+        calls=setting.training(1000, num_calls),
+        steps=format_models.LOOK_STEPS,
+        validation_runs=[setting.training(seed, steps) for seed in range(seeds)],
+        products=products,
+    )
+    one = jax.make_mesh((1,), ("device",), (AxisType.Auto,), devices=jax.devices()[:1])
+    options = Options(
+        fn=setting.small.step, mesh=one, hardware=diffshard.preset("b200", dict(one.shape)), memory_limit_bytes=1e15
+    )
+    traced = trace_function(options, formats.calls[0])
+    types = array_types(traced.call.arrays)
+    return MeasuredLosses(formats, space_of(options, traced), options, types, traced.out_paths)
+
+
+def wide_gains(model: Model, setting: Setting, products: Sequence[str]) -> tuple[float, dict[str, float]]:
+    """Returns seconds of the wide model's step, and what each group of products gains in it."""
+    hardware = setting.hardware
+    options = Options(fn=model.step, mesh=setting.mesh, hardware=hardware, memory_limit_bytes=hardware.memory_bytes)
+    traced = trace_function(options, abstract_arguments(model))
+    space = space_of(options, traced)
+    choice = fastest_choice(
+        PlanRequest(options, traced, space, time.perf_counter()), Deadline.from_now(_SOLVER_S)
+    ).choice
+    groups = product_groups(space, products)
+    free = space.with_formats({member: 0.0 for group in groups for member in sorted(group.members)})
+    of = gains_s(free, np.asarray(choice))
+    gains = {group.name: sum(max(0.0, of[member]) for member in group.members) for group in groups}
+    return step_s(space.predict(choice)), gains
+
+
+def one_use(losses: MeasuredLosses, groups: Sequence[ProductGroup]) -> list[float]:
+    """Returns by how much each group raises the loss of the first step of a look, where nothing was trained with it."""
+    increases = np.zeros(len(groups))
+    for state, window in losses.points(frozenset()):
+        exact = losses.run(state, window[:1], frozenset())[1][0]
+        increases += [losses.run(state, window[:1], group.members)[1][0] - exact for group in groups]
+    return (losses.formats.factor * np.maximum(increases, 0) / len(losses.formats.look_starts)).tolist()
+
+
+def estimates_of(losses: MeasuredLosses, groups: Sequence[ProductGroup]) -> dict[str, tuple[list[float], float]]:
+    """Returns by name of an estimate what it predicts of each group, and its processor seconds."""
+    ways: dict[str, Callable[[], list[float]]] = {
+        "paired looks": lambda: losses.increases_by_pairs(frozenset(), groups),
+        "random looks, regression": lambda: losses.increases_by_regression(frozenset(), groups),
+        "hypergradient": lambda: losses.increases_by_gradients(frozenset(), groups),
+        "loss of one use": lambda: one_use(losses, groups),
+    }
+    found = {}
+    for name, measure in ways.items():
+        start = time.process_time()
+        found[name] = measure(), time.process_time() - start
+    slopes, seconds = found["hypergradient"]
+    found["hypergradient, no factor"] = [slope / losses.formats.factor for slope in slopes], seconds
+    found["hypergradient, shuffled"] = np.random.default_rng(0).permutation(slopes).tolist(), seconds
+    return found
+
+
+def estimates_table(
+    setting: Setting, products: Sequence[str], steps: int, seeds: int, budgets: Sequence[float]
+) -> None:
+    """Prints how well each estimate ranks groups, and the time and the measured loss of what it chooses."""
+    losses = losses_of(setting, products, steps, seeds)
+    exact_s, gains = wide_gains(setting.wide, setting, products)
+    groups = [group for group in losses.groups.values() if group.name in gains]
+    trained = [losses.increase_of(group.members).mean for group in groups]
+    found = {"trainings": (trained, 0.0), **estimates_of(losses, groups)}
+    for index, group in enumerate(groups):
+        print(group.name, *(f"{values[index]:+.4f}" for values, _ in found.values()), sep="  ", flush=True)
+    gain, kinds = np.array([gains[group.name] for group in groups]), [group.vertices[0].index for group in groups]
+    everything = frozenset().union(*(group.members for group in groups if group.format == products[-1]))
+    print(f"all in {products[-1]}: {losses.increase_of(everything).mean:+.4f}")
+    rows = []
+    for name, (values, seconds) in found.items():
+        rank = 1.0 if name == "trainings" else float(spearmanr(values, trained).statistic)
+        row = [name, f"{seconds:.0f}", f"{rank:.2f}", f"{sum(values):+.3f}"]
+        for budget in budgets:
+            chosen = best_groups(gain, np.array(values), budget, kinds)
+            members = frozenset().union(*(groups[i].members for i in one_each(chosen, gain, kinds)))
+            faster_s = sum(gain[i] for i in one_each(chosen, gain, kinds))
+            row += [f"{1 - faster_s / exact_s:.3f}", f"{losses.increase_of(members).mean:+.4f}"]
+        rows.append(row)
+        print(*row, sep="  ", flush=True)
+    columns = ["estimate", "CPU s", "rank", "sum", *(word for b in budgets for word in (f"step for {b:g}", "trained"))]
+    print_table(f"{setting.small.name}: estimates of what {' and '.join(products)} do", columns, rows)
+
+
+def one_each(chosen: Sequence[int], gains: np.ndarray, kinds: Sequence[int]) -> list[int]:
+    """Returns of groups of the same products the one that gains most."""
+    best: dict[int, int] = {}
+    for i in sorted(chosen, key=lambda i: gains[i]):
+        best[kinds[i]] = i
+    return sorted(best.values())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="mixer")
+    parser.add_argument("--products", nargs="+", choices=FORMATS, default=["float4"])
+    parser.add_argument("--steps", type=int, default=100, help="of each training")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.005, 0.02])
+    parser.add_argument("--sizes", choices=("full", "small"), default="full")
+    options = parser.parse_args(argv)
+    setting = Setting.of(options.model, options.sizes, "b200")
+    estimates_table(setting, options.products, options.steps, options.seeds, options.budgets)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

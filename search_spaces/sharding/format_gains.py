@@ -1,0 +1,96 @@
+"""What products and sums gain in fewer bits, in a space in which their strategies are there again for each format."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from cost.evaluation import change_costs
+from search_spaces.sharding.base import Coded, FormatKey, ShardingStrategy
+from search_spaces.sharding.edge_costs import edge_transfer_s
+from search_spaces.sharding.space import ShardingSpace
+
+
+def most_gains_s(space: ShardingSpace) -> dict[FormatKey, float]:
+    """Returns what each product and sum can gain at most in each format, seconds, with any strategies of the others.
+
+    A sum gains the time that its link is busy less, whatever part of it the step waits for: links may bound the step.
+    """
+    sums: dict[FormatKey, float] = {}
+    for key in space.format_price_s:
+        if isinstance(key, Coded) and key.kind == "sum":
+            sums[key] = _most_gain_of_sum_s(space, key)
+    space = space.with_formats({k: price_s for k, price_s in space.format_price_s.items() if not isinstance(k, Coded)})
+    gains = {}
+    for i, names in space.formats_of.items():
+        seconds = space.node_costs.compute_s(space.graph.vertices[i], space.nodes[i].strategies)
+        exact_s, *formatted_s = np.split(seconds, 1 + len(names))
+        gains[i] = exact_s - np.array(formatted_s)  # [formats, strategies]
+    for edge in space.edges:
+        if edge.reader in gains and edge.node != edge.reader:
+            matrix = edge_transfer_s(edge, space.nodes, space.reshard_costs, space.node_costs.shares)
+            exact_s, *formatted_s = np.split(matrix, 1 + len(gains[edge.reader]), axis=1)
+            gains[edge.reader] = gains[edge.reader] + np.max(exact_s - np.array(formatted_s), axis=1)
+    products: dict[FormatKey, float] = {
+        (i, name): float(np.max(gain))
+        for i, of_formats in gains.items()
+        for name, gain in zip(space.formats_of[i], of_formats, strict=True)
+    }
+    return sums | products
+
+
+def _most_gain_of_sum_s(space: ShardingSpace, coded: Coded) -> float:
+    vertex, costs = space.graph.vertices[coded.vertex], space.node_costs
+    exposed, gains = costs.shares.exposed(vertex.results[0]), [0.0]
+    for strategy in space.nodes[coded.vertex].strategies:
+        if strategy.sent_in == coded.format and not strategy.format:
+            waited_s = costs.reduction_s(vertex, strategy._replace(sent_in="")) - costs.reduction_s(vertex, strategy)
+            coding_s = costs.finish_s(vertex, strategy) - costs.reduction_s(vertex, strategy)
+            gains.append((waited_s / exposed if exposed else 0.0) - coding_s)
+    return max(gains)
+
+
+def gains_s(space: ShardingSpace, choice: Sequence[int] | np.ndarray) -> dict[FormatKey, float]:
+    """Returns what each gains in each format at a choice, seconds, with all others as they are there."""
+    added_s, gains = change_costs(space.problem, choice), {}
+    for key, price_s in space.format_price_s.items():
+        node = space.node_of(key)
+        strategy, numbers = space.nodes[node].strategies[choice[node]], space.strategy_numbers(node)
+        exact, changed = numbers[_with(strategy, key, "")], numbers.get(_with(strategy, key, key[1]))
+        gains[key] = 0.0 if changed is None else float(added_s[node][exact] - added_s[node][changed]) + price_s
+    return gains
+
+
+def best_gains_s(space: ShardingSpace, choice: Sequence[int] | np.ndarray) -> dict[FormatKey, float]:
+    """Returns of each the format that gains most at a choice, less its price, if any gains; and these gains."""
+    best: dict[Any, tuple[float, FormatKey]] = {}
+    for key, gain_s in gains_s(space, choice).items():
+        net_s, place = gain_s - space.format_price_s[key], (key[0], key[2:])
+        if net_s > 0 and (place not in best or net_s > best[place][0]):
+            best[place] = net_s, key
+    return {key: net_s for net_s, key in best.values()}
+
+
+def in_own_formats(space: ShardingSpace, choice: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Returns a choice `[V]` with everything as it is; it means the same in the space without formats."""
+    exact = np.array(choice)
+    for node in set(map(space.node_of, space.format_price_s)):
+        strategy = space.nodes[node].strategies[choice[node]]
+        exact[node] = space.strategy_numbers(node)[strategy._replace(format="", sent_in="", kept_in="")]
+    return exact
+
+
+def in_formats(space: ShardingSpace, choice: np.ndarray, keys: Iterable[FormatKey]) -> np.ndarray:
+    """Returns a choice `[V]` of the space without formats with these in fewer bits, where strategies have that."""
+    choice = choice.copy()
+    for key in keys:
+        node = space.node_of(key)
+        numbers, strategy = space.strategy_numbers(node), space.nodes[node].strategies[choice[node]]
+        choice[node] = numbers.get(_with(strategy, key, key[1]), choice[node])
+    return choice
+
+
+def _with(strategy: ShardingStrategy, key: FormatKey, name: str) -> ShardingStrategy:
+    if not isinstance(key, Coded):
+        return strategy._replace(format=name)
+    return strategy._replace(sent_in=name) if key.kind == "sum" else strategy._replace(kept_in=name)

@@ -1,0 +1,117 @@
+"""Looks ahead: their derivatives, what they count, and that what is measured is the function."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import diffshard
+from diffshard.sharding_search.format_losses import MeasuredLosses
+from tests.diffshard.sharding_search.test_format_rounds import calls_of, losses_of
+from tests.diffshard.sharding_search.test_formats import WIDTH, mesh_of, search
+
+
+def slopes_and_losses(fn, calls, weight, step):
+    losses = losses_of(diffshard.formats.Formats(1.0, calls=calls, steps=len(calls)), fn)
+    rows = len(losses.groups)
+
+    def late(weights):
+        return np.mean(losses.look.run(np.asarray(weights, np.float32), {}, calls_flat(losses))[1][-2:])
+
+    own = np.full((rows, 1), weight, np.float32)
+    slopes = losses.look.slopes(own, {}, calls_flat(losses))
+    differences = [(late(own + step * row) - late(own)) / step for row in np.eye(rows)[:, :, None]]
+    return slopes[:, 0], np.array(differences)
+
+
+def calls_flat(losses: MeasuredLosses):
+    return losses._calls
+
+
+def unrolled_step(params, batch):
+    def loss_of(params):
+        return jnp.mean((jnp.tanh(batch[0] @ params["head"]) - batch[1]) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(params)
+    return jax.tree.map(lambda p, g: p - 0.5 * g, params, gradients), loss
+
+
+def test_slopes_go_through_the_updates_as_finite_differences_do():
+    calls = [({"head": params["head"]}, batch) for params, batch in calls_of(3, 4)]
+    slopes, differences = slopes_and_losses(unrolled_step, calls, 0.0, 0.02)
+    assert np.max(np.abs(differences)) > 1e-5
+    np.testing.assert_allclose(slopes, differences, rtol=0.05, atol=0.05 * np.max(np.abs(differences)))
+
+
+def test_half_way_the_slope_of_a_square_is_the_difference_of_its_ends():
+    """With residuals of 0 rounding adds the mean square of its error, to which the exact choice's slope is blind."""
+    (params, (x, _)), *_ = calls_of(3, 1)
+    calls = [({"head": params["head"]}, (x, x @ params["head"]))] * 2
+
+    def step(params, batch):
+        def loss_of(params):
+            return jnp.mean((batch[0] @ params["head"] - batch[1]) ** 2)
+
+        loss, gradients = jax.value_and_grad(loss_of)(params)
+        return jax.tree.map(lambda p, g: p - 1e-9 * g, params, gradients), loss
+
+    losses = losses_of(diffshard.formats.Formats(1.0, calls=calls, steps=2, factor=1.0), step)
+    forward, backward = losses.groups.values()
+    added = losses.increase_of(forward.members).mean
+    assert added > 1e-5
+    assert losses.increases_by_gradients(frozenset(), [forward, backward])[0] == pytest.approx(added, rel=1e-3)
+    at_exact = losses.look.slopes(np.zeros((2, 1), np.float32), {}, calls_flat(losses))
+    assert abs(at_exact[0, 0]) < 0.01 * added
+
+
+def test_regression_over_random_groups_finds_what_adds_up():
+    losses = losses_of(diffshard.formats.Formats(1.0, calls=calls_of(3, 4), steps=4, factor=1.0))
+    groups = list(losses.groups.values())
+    numbers = {vertex.index: 0.5 + n for n, group in enumerate(groups) for vertex in group.vertices}
+
+    def run(state, calls, products):
+        return {}, np.full(len(calls), 2.0 + sum(numbers[vertex] for vertex in {min(p) for p in split(products)}))
+
+    def split(products):
+        members = {vertex for vertex, _ in products}
+        return [[v.index for v in g.vertices] for g in groups if {v.index for v in g.vertices} & members]
+
+    losses.run = run
+    found = losses.increases_by_regression(frozenset(), groups)
+    np.testing.assert_allclose(found, [0.5 + n for n in range(len(groups))], rtol=1e-6)
+
+
+def masked_step(params, batch):
+    """Multiplies a row of infinities that is masked afterwards; it has no gradient."""
+    fixed = jax.lax.stop_gradient(batch[0]) @ jnp.ones((WIDTH, WIDTH))
+    hidden = fixed.at[0].set(0.0)
+
+    def loss_of(params):
+        return jnp.mean((hidden @ params["head"] - batch[1]) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(params)
+    return jax.tree.map(lambda p, g: p - 1e-3 * g, params, gradients), loss
+
+
+def test_operands_without_a_scale_are_counted_and_warned_of():
+    calls = [({"head": p["head"]}, (batch[0].at[0].set(jnp.inf), batch[1])) for p, batch in calls_of(3, 4)]
+    with pytest.warns(UserWarning, match=r"operands had numbers that are not finite.*while formats were measured"):
+        plan = search(mesh_of(2), 1e9, masked_step, calls=calls, steps=2).plan(*calls[0])
+    assert plan.formats is not None
+    assert sorted(np.isinf(list(plan.formats.increases.values()))) == [False, False, True]
+    losses = losses_of(diffshard.formats.Formats(1.0, calls=calls, steps=2), masked_step)
+    first, *others = losses.groups.values()
+    losses.increases_by_pairs(frozenset(), [first, *others])
+    assert losses.overflows == {first.name: 4}  # one operand in each of two steps, of two looks
+
+
+def test_another_exact_loss_is_an_error_with_both_numbers():
+    losses = losses_of(diffshard.formats.Formats(1.0, calls=calls_of(3, 2), steps=2))
+
+    def other(*arguments):
+        return [1.5 * result for result in losses.look.mixed(jnp.zeros((len(losses.groups), 1)), *arguments)]
+
+    losses.check_exact(lambda *arguments: losses.look.mixed(jnp.zeros((len(losses.groups), 1)), *arguments))
+    words = r"loss of the first call is 1\.78\d+, but .* make it 1\.19\d+\. This is a fault"
+    with pytest.raises(ValueError, match=words):
+        losses.check_exact(other)
