@@ -228,6 +228,20 @@ _PRESETS: dict[str, tuple[Hardware, Network]] = {
         ),
         TorusPod(8960, 4, 100 * _GB, 6.25 * _GB, launch_s=1e-6, hop_s=1e-6, network_hop_s=10e-6),
     ),
+    # docs.cloud.google.com/tpu/docs/v6e: 918 TFLOP/s bfloat16, int8 twice that, 32 GB at 1638 GB/s, 2D torus of 256
+    # chips, 800 GB/s over 4 links both ways; a host of 8 chips has 4 cards of 200 Gbit/s. A product of 8192 x 8192 x
+    # 8192 reaches 827 TFLOP/s (github.com/AI-Hypercomputer/tpu-recipes, microbenchmarks/README.md).
+    "tpu_v6e": (
+        Hardware(
+            "TPU v6e",
+            {"float32": 918 * _TB, "bfloat16": 918 * _TB, "int8": 1836 * _TB},
+            1638 * _GB,
+            32 * _GIB,
+            {},
+            matrix_share=0.90,
+        ),
+        TorusPod(256, 16, 100 * _GB, 12.5 * _GB, launch_s=1e-6, hop_s=1e-6, network_hop_s=10e-6),
+    ),
     # Two cores of an AMD EPYC 9005 with XLA's CPU backend, as `diffshard.hardware.calibrate` measures them on 8
     # emulated devices (python -m experiments.calibration): the whole processor's rates, which they share.
     "cpu": (
@@ -257,6 +271,8 @@ _PRESET_OF_KIND = (
     ("v5e", "tpu_v5e"),
     ("v5p", "tpu_v5p"),
     ("tpu v5", "tpu_v5p"),
+    ("v6 lite", "tpu_v6e"),
+    ("v6e", "tpu_v6e"),
     ("cpu", "cpu"),
 )
 

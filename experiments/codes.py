@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 import diffshard
-from diffshard.checks.achievable_rates import achievable_rates
+from diffshard.checks.kernel_work import achievable_rates
 from diffshard.checks.timeline import simulate
 from diffshard.plans.formats import format_s
 from diffshard.sharding_search.call import array_types
@@ -43,7 +43,7 @@ LATE_SHARE = 0.2
 def training_table(setting: Setting, names: Sequence[str], steps: int, seeds: int, num_devices: int) -> None:
     """Trains with everything exact, and with each kind of codes in each format, and prints the losses."""
     trainings = [setting.training(seed, steps) for seed in range(seeds)]
-    formats = diffshard.Formats(1.0, trainings[0], steps=steps, products=(), sums=names, kept=names)
+    formats = diffshard.formats.Formats(1.0, trainings[0], steps=steps, products=(), sums=names, kept=names)
     mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,))
     hardware = diffshard.preset("h100", dict(mesh.shape))
     options = Options(fn=setting.small.step, mesh=mesh, hardware=hardware, memory_limit_bytes=np.inf)
@@ -76,7 +76,7 @@ def compiled_table(name: str, mesh_text: str, links: Sequence[float], formats: S
             any_loss = {} if label == "exact" else {f"{GRADIENTS} in {label}": 0.0}
             step = diffshard.search(
                 model.step, mesh, hardware=hardware, time_limit_s=limit_s, donate_argnums=0, progress="none",
-                formats=diffshard.Formats(1.0, increases=any_loss, products=(), sums=tuple(formats)),
+                formats=diffshard.formats.Formats(1.0, increases=any_loss, products=(), sums=tuple(formats)),
             )  # fmt: skip
             plan = step.plan(*abstract_arguments(model))
             hlo = step.lower(*abstract_arguments(model)).compile().as_text() or ""

@@ -60,11 +60,14 @@ class Setting(NamedTuple):
     hardware: diffshard.Hardware
 
 
-def time_plan(setting: Setting, plan_name: str, time_limit_s: float) -> tuple[Row, Timeline]:
-    """Plans, compiles and plays back the found plan or an expert's."""
+def time_plan(
+    setting: Setting, plan_name: str, time_limit_s: float, by_hand: experts.HandPlan | None = None
+) -> tuple[Row, Timeline]:
+    """Plans, compiles and plays back the found plan, an expert's, or one that is given."""
     _, _, model, mesh, hardware = setting
     args = abstract_arguments(model)
-    by_hand = None if plan_name == FOUND else experts.EXPERTS[plan_name](*args, mesh)
+    if by_hand is None and plan_name != FOUND:
+        by_hand = experts.EXPERTS[plan_name](*args, mesh)
     step = diffshard.search(
         model.step, mesh, hardware=hardware, time_limit_s=time_limit_s, donate_argnums=0,
         in_shardings=by_hand.in_shardings if by_hand else None,

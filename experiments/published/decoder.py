@@ -14,18 +14,19 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments.models.decoder import rotary
+from experiments.models.moe import top2_gating
 from experiments.published.scores import attend_by_scores
 
-Remat = Literal["none", "full", "products", "products and attention"]
+Remat = Literal["none", "full", "products", "products and attention", "projections", "queries, keys and values"]
 """What the backward pass computes again: nothing, whole layers, all but products with weights, and all but attention's
-results as well."""
+results as well; then all but the products with attention's four weights, and all but those with three of them."""
 Layer = Mapping[str, jax.Array]
 
-_CONTEXT = "context"
+_CONTEXT, _QUERY_KEY_VALUE, _OUT = "context", "query, key or value", "out"
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Sizes:
       gated: whether the feed-forward has a gate (SwiGLU) and positions are rotary, as in Llama; else gelu and learned
         positions, as in GPT.
       tied: whether the head is the embedding.
+      experts: of a mixture in each layer, two of which each token goes to; 0 for none.
+      capacity_factor: rows of an expert in a sequence, over those that it has if tokens are spread evenly.
     """
 
     layers: int
@@ -49,6 +52,8 @@ class Sizes:
     sequence: int
     gated: bool = False
     tied: bool = False
+    experts: int = 0
+    capacity_factor: float = 1.0
 
     @property
     def head(self) -> int:
@@ -88,6 +93,10 @@ def shapes_of(sizes: Sizes) -> dict[str, Any]:
         "up": (layers, width, 2, sizes.hidden) if sizes.gated else (layers, width, sizes.hidden),
         "down": (layers, sizes.hidden, width),
     }
+    if sizes.experts:
+        layer["router"] = (layers, width, sizes.experts)
+        layer["up"] = (layers, sizes.experts, width, 2, sizes.hidden)
+        layer["down"] = (layers, sizes.experts, sizes.hidden, width)
     shapes = {"embedding": (sizes.vocabulary, width), "layers": layer, "final_norm": (width,)}
     if not sizes.gated:
         shapes["positions"] = (sizes.sequence, width)
@@ -121,7 +130,12 @@ def specs_of(sizes: Sizes, split: Split, num_devices: Mapping[str, int]) -> dict
 
 
 def loss_function(
-    sizes: Sizes, split: Split | None, mesh: AbstractMesh, remat: Remat, attention: str
+    sizes: Sizes,
+    split: Split | None,
+    mesh: Mesh | AbstractMesh,
+    remat: Remat,
+    attention: str,
+    is_unrolled: bool = False,
 ) -> Callable[[Any, jax.Array], jax.Array]:
     """Returns `(params, tokens [B, L + 1]) -> mean cross-entropy`.
 
@@ -131,6 +145,7 @@ def loss_function(
       mesh: has its axes.
       remat: what is computed again.
       attention: "cudnn" for a fused kernel, "scores" for bfloat16 scores in memory and a fused softmax.
+      is_unrolled: whether the scan over layers is written out when it is compiled.
     """
     tensor = None if split is None else split.tensor
     sequence = tensor if split is not None and split.is_sequence_split else None
@@ -146,13 +161,14 @@ def loss_function(
         key, value = key_value[0], key_value[1]
         if sizes.gated:
             query, key = rotary(query), rotary(key)
-        query = kept(query, None, tensor, None)
+        query = checkpoint_name(kept(query, None, tensor, None), _QUERY_KEY_VALUE)
+        key, value = checkpoint_name(key, _QUERY_KEY_VALUE), checkpoint_name(value, _QUERY_KEY_VALUE)
         if attention == "cudnn":
             mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
         else:
             mixed = attend_by_scores(query, key, value)
         mixed = checkpoint_name(kept(mixed, None, tensor, None), _CONTEXT)
-        return jnp.einsum("blhd,hdm->blm", mixed, w["out"])
+        return checkpoint_name(jnp.einsum("blhd,hdm->blm", mixed, w["out"]), _OUT)
 
     def feed_forward(x: jax.Array, w: Layer) -> jax.Array:
         if sizes.gated:
@@ -162,16 +178,27 @@ def loss_function(
             hidden = jax.checkpoint(jax.nn.gelu)(x @ w["up"])
         return kept(hidden, None, tensor) @ w["down"]
 
+    def mixture(x: jax.Array, w: Layer) -> jax.Array:
+        capacity = int(2 * sizes.capacity_factor * sizes.sequence / sizes.experts)
+        combine, _ = top2_gating(jax.nn.softmax((x @ w["router"]).astype(jnp.float32)), capacity)
+        combine = combine.astype(x.dtype)
+        dispatched = jnp.einsum("blec,blm->becm", (combine > 0).astype(x.dtype), x)
+        gate, up = jnp.moveaxis(jnp.einsum("becm,emgf->becgf", kept(dispatched), w["up"]), 3, 0)
+        hidden = jax.checkpoint(lambda gate, up: jax.nn.silu(gate) * up)(gate, up)
+        return jnp.einsum("blec,becm->blm", combine, jnp.einsum("becf,efm->becm", kept(hidden), w["down"]))
+
     def layer(x: jax.Array, weights: Layer) -> tuple[jax.Array, None]:
         w = {name: weight.astype(jnp.bfloat16) for name, weight in weights.items()}
         x = kept(x + attend(_normed(x, w["attention_norm"], sizes), w), sequence, None)
-        return kept(x + feed_forward(_normed(x, w["feed_forward_norm"], sizes), w), sequence, None), None
+        widen = mixture if sizes.experts else feed_forward
+        return kept(x + widen(_normed(x, w["feed_forward_norm"], sizes), w), sequence, None), None
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         x = params["embedding"].astype(jnp.bfloat16)[tokens[:, :-1]]
         if not sizes.gated:
             x = x + params["positions"].astype(jnp.bfloat16)
-        x, _ = lax.scan(_rematerialised(layer, remat), kept(x, sequence, None), params["layers"])
+        unroll = sizes.layers if is_unrolled else 1
+        x, _ = lax.scan(_rematerialised(layer, remat), kept(x, sequence, None), params["layers"], unroll=unroll)
         x = _normed(x, params["final_norm"].astype(jnp.bfloat16), sizes)
         head = params["embedding"].T if sizes.tied else params["head"]
         logits = kept(x @ head.astype(jnp.bfloat16), None, tensor).astype(jnp.float32)
@@ -261,4 +288,10 @@ def _rematerialised(layer: Any, remat: Remat) -> Any:
             policy = policies.save_from_both_policies(
                 policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(_CONTEXT)
             )
+            return jax.checkpoint(layer, prevent_cse=False, policy=policy)
+        case "projections":
+            policy = policies.save_only_these_names(_QUERY_KEY_VALUE, _OUT)
+            return jax.checkpoint(layer, prevent_cse=False, policy=policy)
+        case "queries, keys and values":
+            policy = policies.save_only_these_names(_QUERY_KEY_VALUE)
             return jax.checkpoint(layer, prevent_cse=False, policy=policy)

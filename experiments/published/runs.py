@@ -4,36 +4,33 @@ A row becomes a `Run`, or a sentence that says what is missing to rebuild it.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from cost.base import Hardware
-from cost.measured_presets import measured_device_and_network
-from cost.measured_rates import NOT_MEASURED, MeasuredRates
-from cost.networks import links_of
-from cost.presets import device_and_network
+import numpy as np
+
 from experiments.published.data import held_out
 from experiments.published.decoder import Remat, Sizes, Split
 
-JAX_FAMILY = "JAX on GPUs"
-Prices = Literal["measured", "preset", "datasheet"]
-"""What kernels cost: as measured; by the preset, which has measured attention only; attention as any other product."""
-# The measured kernels are FlashAttention-2's on A100s and FlashAttention-3's on H100s. LLM Foundry ran FlashAttention
-# in Triton (`--attn_impl` of scripts/train/benchmarking/submit_benchmarks.py). On H100s FlashAttention-2 reaches 35% of
-# 989 TFLOP/s. Source: Shah et al., FlashAttention-3 (arXiv:2407.08608), abstract.
-_FLASH_ATTENTION_2_ON_H100 = 0.35 * 989e12
-# FlashAttention-2 is 1.3 to 2.5 times faster than FlashAttention in Triton; the geometric mean of both is taken.
-# Source: Dao, FlashAttention-2 (arXiv:2307.08691), section 4.
-_TRITON_SLOWER = (1.3 * 2.5) ** 0.5
-# These plans run by XLA's propagation, and not as programs for each device. Compiled so for 4 and 8 hosts, steps with
-# fully sharded state waited for 0.35 to 0.75 of the seconds of their collectives, 0.55 in the median
-# (docs/measured/timeline_rows.jsonl). No published run was used for this number.
-_EXPOSED_BY_PROPAGATION = 0.55
-_A100_40_MEMORY = 1555e9  # bytes/s. Source: A100 datasheet, 40 GB SXM
-# Google's A3 High has 8 H100s in a host, four of whose cards with 200 Gbit/s serve them. Source:
-# cloud.google.com/compute/docs/gpus/gpu-network-bandwidth (1,000 Gbit/s with the host's own).
-_A3_HOST_BYTES_PER_S = 4 * 25e9
+JAX_FAMILY, TPU_FAMILY = "JAX on GPUs", "JAX on TPUs"
+ADDED_LATER = (TPU_FAMILY, "Megatron-LM 2021 pipelines, A100", f"{TPU_FAMILY}, experts")
+"""Families in the order in which they were added, so that none changes which runs of an earlier one are held out."""
+# What the scripts of these runs tell XLA, as far as its compiler still knows it. Sources: MaxText,
+# src/maxtext/configs/gpu/a3/llama_2_7b/8vm.sh and 16vm.sh; JAX-Toolbox, rosetta/rosetta/projects/maxtext/xla_flags/
+# llama2-7b-1N8G.env and rosetta/rosetta/projects/pax/xla_flags/gpt-5b.env and gpt-126m.env.
+_COMBINED_REDUCTIONS = "xla_gpu_all_reduce_combine_threshold_bytes"
+_MAXTEXT_OPTIONS: dict[str, bool | int] = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    _COMBINED_REDUCTIONS: 2**30,
+    "xla_gpu_all_gather_combine_threshold_bytes": 2**27,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**26,
+}
+_PAXML_OPTIONS: dict[str, bool | int] = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_allow_excess_precision": True,
+}
 
 
 @dataclass(frozen=True, eq=False)  # equal by identity: each is a row of the file
@@ -52,6 +49,8 @@ class Run:
       device: the preset's name, and words that `hardware_of` knows.
       seconds: measured, of a step.
       is_scanned: whether the run had its layers in a scan.
+      xla_options: what the run's published script told XLA, where it is a run of JAX.
+      stages: of a pipeline, in each of which the mesh's axes are.
       is_held_out: whether nothing may be chosen by this row.
     """
 
@@ -69,15 +68,14 @@ class Run:
     device: str
     seconds: float
     is_scanned: bool = False
+    xla_options: Mapping[str, bool | int] | None = None
+    stages: int = 1
     is_held_out: bool = False
 
     @property
     def num_devices(self) -> int:
-        """Devices of the mesh."""
-        product = 1
-        for size in self.mesh_axes.values():
-            product *= size
-        return product
+        """Devices of the meshes of all stages."""
+        return math.prod(self.mesh_axes.values()) * self.stages
 
 
 class NotRebuilt(NamedTuple):
@@ -98,40 +96,23 @@ def runs_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Run], list[NotRebui
     """Returns the runs that can be rebuilt, a third of each family marked as held out, and why others cannot."""
     results = [_rebuilt(number, row) for number, row in enumerate(rows)]
     runs = [run for run in results if isinstance(run, Run)]
-    marks = held_out([run.family for run in runs])
+    marks = _marks([run.family for run in runs])
     marked = [dataclasses.replace(run, is_held_out=bool(mark)) for run, mark in zip(runs, marks, strict=True)]
     return marked, [run for run in results if isinstance(run, NotRebuilt)]
 
 
-def hardware_of(run: Run, prices: Prices = "measured") -> Hardware:
-    """Returns a run's hardware at some prices."""
-    name = run.device.split()[0]
-    device, network = measured_device_and_network(name) if prices == "measured" else device_and_network(name)
-    if "40 GB" in run.device:
-        device = dataclasses.replace(
-            device, name="A100-40GB", memory_bytes_per_s=_A100_40_MEMORY, memory_bytes=40 * 2**30
-        )
-    if "A3" in run.device:
-        share = network.network_bytes_per_s / (8 * 50e9)  # pyright: ignore[reportAttributeAccessIssue]
-        network = dataclasses.replace(network, network_bytes_per_s=share * _A3_HOST_BYTES_PER_S)
-    if run.family == JAX_FAMILY and run.num_devices > 8:
-        device = dataclasses.replace(device, exposed_share=_EXPOSED_BY_PROPAGATION)
-    if prices == "datasheet":
-        device = dataclasses.replace(device, measured=NOT_MEASURED)
-    elif "Triton" in run.device:
-        device = dataclasses.replace(device, measured=_with_triton(device, name))
-    return dataclasses.replace(device, links=links_of(network, run.mesh_axes))
-
-
-def _with_triton(device: Hardware, name: str) -> MeasuredRates:
-    """Returns what was measured of a device with FlashAttention in Triton in place of the measured kernel."""
-    attention = device.measured.attention
-    assert attention is not None
-    newer = _FLASH_ATTENTION_2_ON_H100 if name == "h100" else attention.flops_per_s
-    older = dataclasses.replace(
-        attention, flops_per_s=newer / _TRITON_SLOWER, bytes_per_s=attention.bytes_per_s / _TRITON_SLOWER
-    )
-    return dataclasses.replace(device.measured, attention=older)
+def _marks(families: list[str]) -> np.ndarray:
+    """Returns which runs are held out, `[runs]`: of each family as drawn when it was added, with those before it."""
+    marks = np.zeros(len(families), bool)
+    rounds = [family for family in ADDED_LATER if family in families]
+    for number in range(len(rounds) + 1):
+        drawn_now = [i for i, family in enumerate(families) if family not in rounds[number:]]
+        drawn = held_out([families[i] for i in drawn_now])
+        new = rounds[number - 1 : number] if number else set(families) - set(rounds)
+        for i, mark in zip(drawn_now, drawn, strict=True):
+            if families[i] in new:
+                marks[i] = mark
+    return marks
 
 
 def _rebuilt(number: int, row: Mapping[str, Any]) -> Run | NotRebuilt:
@@ -141,6 +122,8 @@ def _rebuilt(number: int, row: Mapping[str, Any]) -> Run | NotRebuilt:
         return NotRebuilt(number, family, why)
     if "Foundry" in row["framework"]:
         return _foundry(number, row)
+    if "TPU" in family:
+        return _tpu(number, row)
     if "JAX" in row["framework"]:
         return _jax(number, row)
     return _other(number, row, family)
@@ -148,8 +131,10 @@ def _rebuilt(number: int, row: Mapping[str, Any]) -> Run | NotRebuilt:
 
 def _family(row: Mapping[str, Any]) -> str:
     framework = row["framework"]
+    if framework.startswith("Megatron-LM") and (row.get("pp") or 1) > 1:
+        framework += " pipelines"
     if "JAX" in framework:
-        return JAX_FAMILY if "GPU" in framework else "JAX on TPUs"
+        return JAX_FAMILY if "GPU" in framework else TPU_FAMILY + ", experts" * bool(row.get("experts"))
     device = next((name for name in ("A100", "H100") if name.lower() in row["hardware"].lower()), row["hardware"])
     return f"{framework.split(' (')[0]}, {device}"
 
@@ -158,10 +143,10 @@ def _missing(row: Mapping[str, Any]) -> str | None:
     """Says why a row cannot be rebuilt; None where it can."""
     precision = str(row.get("precision", "")).lower()
     if "TPU" in row["hardware"]:
-        return "no preset for this TPU, or a layout with offloading"
+        return _missing_of_tpu(row)
     if "8" in precision or "nvfp4" in precision or "not stated" in precision:
         return "numbers of 8 bits, or not stated"
-    if row.get("pp") not in (None, 1):
+    if row.get("pp") not in (None, 1) and not (row["framework"].startswith("Megatron-LM") and row.get("micro_batch")):
         return "a pipeline"
     if row.get("experts") or "MoE" in row["model"] or "Nemotron" in row["model"]:
         return "a mixture of experts"
@@ -175,6 +160,14 @@ def _missing(row: Mapping[str, Any]) -> str | None:
     ):
         return "no preset for this GPU"
     return None
+
+
+def _missing_of_tpu(row: Mapping[str, Any]) -> str | None:
+    if "v6e" not in row["hardware"]:
+        return "no preset for this TPU, or what its remat keeps"
+    if row.get("experts") and "capacity_factor" not in row.get("maxtext_config", {}):
+        return "a mixture of experts"
+    return None if row.get("layers") and row.get("global_batch") else "sizes or seconds"
 
 
 def _seconds(row: Mapping[str, Any]) -> float:
@@ -219,6 +212,8 @@ def _jax(number: int, row: Mapping[str, Any]) -> Run:
     )
     mesh_axes = {"data": devices} if fsdp in (1, devices) else {"replica": devices // fsdp, "data": fsdp}
     device = "a100" if "A100" in row["hardware"] else "h100 A3" if "A3" in row["hardware"] else "h100"
+    reduced_bytes = 2**25 if "126M" in row["model"] else 51200
+    options = _MAXTEXT_OPTIONS if is_llama else {**_PAXML_OPTIONS, _COMBINED_REDUCTIONS: reduced_bytes}
     return Run(
         number=number,
         name=f"{row['model']}, {devices} {device.split()[0]}, {row['framework'].split('(')[1].split(')')[0]}",
@@ -234,12 +229,57 @@ def _jax(number: int, row: Mapping[str, Any]) -> Run:
         device=device,
         seconds=_seconds(row),
         is_scanned=bool(row.get("scan")),
+        xla_options=options,
+    )
+
+
+def _tpu(number: int, row: Mapping[str, Any]) -> Run:
+    """MaxText on slices of v6e: state and batch over both dimensions of the torus, and over slices.
+
+    What remat keeps on the host is kept on the device here, because copies to hosts run beside arithmetic.
+    """
+    slices = int(row["hardware"].split("-")[1].split(" x")[1].split()[0])
+    chips = row["num_devices"] // slices
+    rows = 2 ** (math.floor(math.log2(chips)) // 2)
+    mesh_axes = {"slice": slices} if slices > 1 else {}
+    mesh_axes |= {"x": rows, "y": chips // rows}
+    kept = row["maxtext_config"]
+    remat: Remat = (
+        "projections"
+        if "out_proj" in kept
+        else "queries, keys and values"
+        if "query_proj" in kept or "qkv" in row["remat"]
+        else "full"
+    )
+    is_gpt = "GPT" in row["model"]
+    # One row has more sequences in its batch than its tokens are: seconds were measured with the tokens.
+    length = row.get("seq") or row["tokens_per_step"] // row["global_batch"]
+    return Run(
+        number=number,
+        name=f"{row['model']}, {row['num_devices']} v6e, MaxText",
+        family=_family(row),
+        model=f"{row['model']} v6e",
+        sizes=dataclasses.replace(
+            _sizes({**row, "seq": length}, gated=not is_gpt, tied=is_gpt),
+            experts=row.get("experts", 0),
+            capacity_factor=float(kept.get("capacity_factor", 1)),
+        ),
+        split=Split(tuple(mesh_axes), None, tuple(mesh_axes)),
+        remat=remat,
+        mesh_axes=mesh_axes,
+        batch=row["tokens_per_step"] // length,
+        accumulation=1,
+        attention="cudnn",
+        device="tpu_v6e",
+        seconds=_seconds(row),
+        is_scanned=True,
     )
 
 
 def _other(number: int, row: Mapping[str, Any], family: str) -> Run | NotRebuilt:
     """Megatron with tensor parallelism, and Llama in PyTorch FSDP, sharded within hosts."""
-    devices, tensor = row["num_devices"], int(row["tp"])
+    stages = int(row.get("pp") or 1)
+    devices, tensor = row["num_devices"] // stages, int(row["tp"])
     device = "a100" if "A100" in row["hardware"] else "h100"
     is_llama = "Llama" in row["model"]
     if is_llama:
@@ -255,7 +295,7 @@ def _other(number: int, row: Mapping[str, Any], family: str) -> Run | NotRebuilt
     micro_batch = row.get("micro_batch") or row["global_batch"] * tensor // devices
     return Run(
         number=number,
-        name=f"{row['model']}, {devices} {device}, {row['framework'].split(' (')[0]}",
+        name=f"{row['model']}, {row['num_devices']} {device}, {row['framework'].split(' (')[0]}",
         family=family,
         model=f"{row['model']} {device}",
         sizes=_sizes(row, gated=is_llama, tied=not is_llama),
@@ -267,4 +307,5 @@ def _other(number: int, row: Mapping[str, Any], family: str) -> Run | NotRebuilt
         attention="scores" if "2021" in family else "cudnn",
         device=device,
         seconds=_seconds(row),
+        stages=stages,
     )

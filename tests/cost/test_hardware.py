@@ -149,6 +149,7 @@ def test_every_preset_has_a_link_for_each_axis_and_rates_for_training(name):
     [  # as the makers' data sheets print them; the V100 has no bfloat16 units
         ("v100", 16, 900, 15.5), ("a100", 80, 2039, 312), ("h100", 80, 3350, 989), ("h200", 141, 4800, 989),
         ("gh200", 96, 4000, 989), ("tpu_v5e", 16, 819, 197), ("tpu_v5p", 95, 2765, 459),
+        ("tpu_v6e", 32, 1638, 918),
     ],
 )  # fmt: skip
 def test_presets_have_the_numbers_of_data_sheets(name, memory_gb, memory_gb_per_s, bfloat16_tflops):

@@ -50,7 +50,11 @@ def search(limit=1.0, **formats):
     mesh = mesh_of()
     shardings = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     return diffshard.search(
-        train_step, mesh, hardware=slow_links(mesh), formats=diffshard.Formats(limit, **formats), in_shardings=shardings
+        train_step,
+        mesh,
+        hardware=slow_links(mesh),
+        formats=diffshard.formats.Formats(limit, **formats),
+        in_shardings=shardings,
     )
 
 
@@ -94,7 +98,7 @@ def test_one_device_measures_the_losses_of_the_program():
     options = Options(fn=train_step, mesh=mesh, hardware=slow_links(mesh), memory_limit_bytes=1e12)
     traced = trace_function(options, args)
     space = space_of(options, traced)
-    formats = diffshard.Formats(1.0, calls, steps=8, products=(), sums=["int8"])
+    formats = diffshard.formats.Formats(1.0, calls, steps=8, products=(), sums=["int8"])
     group = next(group for group in all_groups(space, formats) if group.name == GRADIENTS)
     losses = MeasuredLosses(formats, space, options, array_types(traced.call.arrays), traced.out_paths, DEVICES)
     measured = losses.run({}, losses._calls, group.members)[1]
@@ -156,7 +160,7 @@ def deep_arguments(rows=256, seed=0):
 
 def search_deep(memory_limit_bytes, limit=1.0, **formats):
     mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
-    formats = diffshard.Formats(limit, products=(), kept=["int8"], **formats)
+    formats = diffshard.formats.Formats(limit, products=(), kept=["int8"], **formats)
     return diffshard.search(
         deep_step, mesh, hardware="h100", formats=formats, memory_limit_bytes=memory_limit_bytes, donate_argnums=0
     )
