@@ -66,7 +66,7 @@ def hand_plan(expert: shardings.Baseline, state: Any, batch: Any, mesh: Mesh | A
 
 
 EXPERTS: dict[str, Expert] = {
-    name: functools.partial(hand_plan, baseline) for name, baseline in shardings.BASELINES.items()
+    name: functools.partial(hand_plan, expert) for name, expert in shardings.BASELINES.items()
 }
 data_parallel, fsdp, megatron, megatron_fsdp = (
     EXPERTS[name] for name in ("data parallel", "fsdp", "megatron", "megatron fsdp")
