@@ -65,7 +65,9 @@ def hand_plan(expert: shardings.Baseline, state: Any, batch: Any, mesh: Mesh | A
     return HandPlan(state_shardings, batch_shardings, dict(expert_shardings.rules))
 
 
-EXPERTS: dict[str, Expert] = {name: functools.partial(hand_plan, expert) for name, expert in shardings.BASELINES.items()}
+EXPERTS: dict[str, Expert] = {
+    name: functools.partial(hand_plan, expert) for name, expert in shardings.BASELINES.items()
+}
 data_parallel, fsdp, megatron, megatron_fsdp = (
     EXPERTS[name] for name in ("data parallel", "fsdp", "megatron", "megatron fsdp")
 )

@@ -33,9 +33,7 @@ def test_attention_of_cudnn_is_planned_and_says_where_it_runs():
     args = {name: normal(128, 128, dtype="bfloat16") for name in ("q", "k")}, normal(8, 64, 128, dtype="bfloat16")
     step = search(gradient_step(loss), devices=1)
     assert step.plan(*args).step_s > 0
-    with pytest.raises(
-        diffshard.pipelines.StageError, match="cuDNN's attention can be planned anywhere, and runs on GPUs only"
-    ):
+    with pytest.raises(diffshard.pipelines.StageError, match=r"cuDNN's attention .* on GPUs only"):
         step(*args)
 
 
