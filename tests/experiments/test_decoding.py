@@ -14,6 +14,7 @@ def test_decoding_token_by_token_is_attention_over_all_of_them():
     params = jax.tree.map(lambda s: 0.05 * jax.random.normal(next(keys), s.shape), shapes[0])
     cache = jax.tree.map(lambda s: jnp.zeros(s.shape), shapes[1])
     tokens = jax.random.randint(next(keys), (5, 3), 0, 32000)
+    following = tokens[0]
     for position, token in enumerate(tokens):
         cache, following = jax.jit(decoding.decode)(params, cache, token, jnp.int32(position))
 
