@@ -12,6 +12,7 @@ was when it is started again with the same file. The file is what a bug report n
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from typing import Any
 
 from diffshard.child_processes import python_command, python_environment
 from diffshard.plans.json_values import to_json_values
+from experiments.host_devices import parse_mesh
 from experiments.on_gpus.parts import MARK, MODELS, PLANS, Settings, median_of, records_of
 from experiments.on_gpus.records import (
     Environment,
@@ -175,6 +177,9 @@ def main(arguments: Sequence[str] | None = None, how: Measure = in_a_process) ->
     )  # fmt: skip
     parts = parts_of(options.models, options.plans)
     print(announcement(parts, settings, options.output, options.limit), flush=True)
+    if why := _unwritable(options.output):
+        print(f"`--output` {options.output} cannot be written: {why}. Give another one.", file=sys.stderr)
+        return 1
     if options.dry_run:
         return 0
     try:
@@ -182,9 +187,43 @@ def main(arguments: Sequence[str] | None = None, how: Measure = in_a_process) ->
     except RecordsError as error:
         print(f"{error}\nGive another `--output`.", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"\nStopped. The same command goes on, with what is in {options.output}.", file=sys.stderr)
+        return 130
     print_report(records)
     print(f"Wrote {options.output}. `python -m experiments.on_gpus --compare {options.output}` prints this again.")
     return int(not all(part.is_in(records) for part in parts))
+
+
+def _unwritable(output: Path) -> str:
+    """Returns why a file cannot be written, before anything is measured; empty where it can be."""
+    if not output.parent.is_dir():
+        return f"there is no folder {output.parent}"
+    if output.exists() and not output.is_file():
+        return "it is no file"
+    written = output if output.exists() else output.parent
+    return "" if os.access(written, os.W_OK) else f"{written} is read-only"
+
+
+def _positive_minutes(text: str) -> float:
+    minutes = float(text)
+    if not 0 < minutes < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a positive number of minutes, not {text}")
+    return minutes
+
+
+def _number_of_devices(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must be a number of devices, or 0 for the GPUs that are here, not {text}")
+    return number
+
+
+def _mesh(text: str) -> str:
+    try:
+        return text and "x".join(map(str, parse_mesh(text)))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -197,10 +236,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--traces", default="", metavar="FOLDER", help="also writes the profiler's traces there")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
-    parser.add_argument("--mesh", default="", help='such as "2x4"; up to four devices along the inner axis by default')
-    parser.add_argument("--limit", type=float, default=15.0, help="minutes after which a part is stopped")
+    parser.add_argument(
+        "--mesh", type=_mesh, default="", help='such as "2x4"; up to four devices along the inner axis by default'
+    )
+    parser.add_argument("--limit", type=_positive_minutes, default=15.0, help="minutes after which a part is stopped")
     parser.add_argument("--size", choices=("full", "small"), default="full")
-    parser.add_argument("--host-devices", type=int, default=0, help="emulated devices of this processor, for a trial")
+    parser.add_argument(
+        "--host-devices", type=_number_of_devices, default=0, help="emulated devices of this processor, for a trial"
+    )
     return parser.parse_args(arguments)
 
 

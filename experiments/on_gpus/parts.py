@@ -6,6 +6,7 @@ the others. JOB is JSON; the records are written to standard output, a line each
 
 import contextlib
 import json
+import math
 import platform
 import statistics
 import sys
@@ -78,12 +79,20 @@ class Settings:
     traces: str = ""
 
     def make_mesh(self) -> Mesh:
-        """Makes the mesh of all devices."""
+        """Makes the mesh of all devices.
+
+        Raises:
+          ValueError: there are no GPUs, or `mesh` has another number of devices than there are.
+        """
+        if not self.host_devices and jax.devices()[0].platform == "cpu":
+            raise ValueError("There is no GPU here, but a CPU. Try `--host-devices 8 --size small` without one.")
         num_devices = self.host_devices or len(jax.devices())
         inner = next(size for size in (4, 2, 1) if num_devices % size == 0)
         shape = parse_mesh(self.mesh or f"{num_devices // inner}x{inner}")
         if self.host_devices:
             return host_mesh(shape, self.host_devices)
+        if math.prod(shape) != num_devices:
+            raise ValueError(f"`--mesh` {self.mesh} has {math.prod(shape)} devices, but there are {num_devices}.")
         devices = np.array(jax.devices()).reshape(shape)
         return Mesh(devices, AXIS_NAMES[len(shape)], axis_types=(AxisType.Auto,) * len(shape))
 

@@ -32,6 +32,40 @@ def test_a_dry_run_says_what_it_would_do_and_does_nothing(tmp_path, capsys):
     assert not output.exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--limit", "-1"], "must be a positive number of minutes, not -1"),
+        (["--limit", "nan"], "must be a positive number of minutes, not nan"),
+        (["--host-devices", "-3"], "must be a number of devices, or 0 for the GPUs that are here, not -3"),
+        (["--mesh", "2x"], "a mesh is one to three positive integers joined by x, such as 2x4; got '2x'"),
+    ],
+)
+def test_an_option_that_breaks_a_rule(options, message, capsys):
+    with pytest.raises(SystemExit):
+        on_gpus.main(["--dry-run", *options], not_called)
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path, capsys):
+    for output, why in ((tmp_path / "none" / "records.jsonl", "there is no folder"), (tmp_path, "it is no file")):
+        assert on_gpus.main(["--output", str(output)], not_called) == 1
+        assert f"`--output` {output} cannot be written: {why}" in capsys.readouterr().err
+
+
+def test_an_interrupted_command_says_how_to_go_on(tmp_path, capsys):
+    def interrupted(job, limit_s):
+        raise KeyboardInterrupt
+
+    assert on_gpus.main(["--output", str(tmp_path / "records.jsonl")], interrupted) == 130
+    assert "The same command goes on" in capsys.readouterr().err
+
+
+def test_without_gpus_nothing_is_measured():
+    with pytest.raises(ValueError, match="There is no GPU here, but a CPU"):
+        parts.Settings().make_mesh()
+
+
 def test_steps_are_measured_beside_what_is_predicted_and_the_command_goes_on_where_it_was(tmp_path, capsys):
     output = tmp_path / "records.jsonl"
     options = [*SMALL, "--plans", "found", "fsdp", "--output", str(output), "--traces", str(tmp_path / "traces")]
