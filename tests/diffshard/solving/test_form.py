@@ -147,6 +147,21 @@ def _first_load(problem):
     return next(iter(objective.quantities.values()))
 
 
+@pytest.mark.parametrize(
+    ("amounts", "limit"),
+    [
+        (np.array([[2**54 + 2], [0]]), np.array([np.inf])),
+        (np.array([[-100], [100]], np.int8), np.array([100], np.int8)),
+        (np.array([[3], [9]]), np.array([5], np.uint64)),
+        (np.array([[3], [9]]), [5]),
+    ],
+)
+def test_amounts_within_their_limits_are_so_in_every_type(amounts, limit):
+    problem = Problem([np.array([0.0, 1.0])], np.zeros((0, 2), int), [], amount=[amounts], amount_limit=limit)
+    found = solve(problem)
+    assert (found.cost, found.feasible, found.status) == (0.0, True, "optimal")
+
+
 def test_a_start_and_alike_nodes_carry_over():
     problem = formed_problem(0)
     least = min(choices(problem), key=lambda choice: formula(problem, choice))
