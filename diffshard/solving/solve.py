@@ -21,7 +21,7 @@ from cost.base import Problem, num_strategies
 from cost.evaluation import checked_choice, evaluate
 from cost.quantities import with_weights
 from cost.real_numbers import is_positive, real_number, whole_number
-from cost.validation import validate
+from cost.validation import validate, with_finite_loads
 from diffshard.base import OPTIMAL_GAP, Progress, Solution, Solver
 from diffshard.deadline import Deadline
 from diffshard.solving import solvers
@@ -97,7 +97,7 @@ def solve(
     if not is_node_form(problem):
         validate(problem)
         if len(problem.edge_load) and not has_few_pairs(problem):
-            problem, objective = split_loads(problem, objective)
+            problem, objective = split_loads(with_finite_loads(problem), objective)
     options: dict[str, Any] = {"solver": solver, "key": key, "reduce": reduce, "alike": alike, "stop_gap": stop_gap}
     if objective is not None:
         return _solve_objective(problem, objective, start, Deadline(time_limit_s, begin_s), progress, options)

@@ -147,6 +147,19 @@ def _first_load(problem):
     return next(iter(objective.quantities.values()))
 
 
+def test_loads_that_forbid_strategies_do_so_where_they_are_an_objective(monkeypatch):
+    problem = formed_problem(3, amounts=False, memory=False)
+    load = [np.array(rows, float) for rows in problem.load]
+    v = int(np.argmax(num_strategies(problem)))
+    load[v][1] = np.inf
+    problem = problem._replace(load=load)
+    least = min(formula(problem, choice) for choice in choices(problem))
+    monkeypatch.setattr(form, "_MOST_PAIRS", -1)
+    found = solve(problem)
+    assert found.choice[v] != 1
+    assert found.cost == pytest.approx(least)
+
+
 @pytest.mark.parametrize(
     ("amounts", "limit"),
     [
