@@ -94,7 +94,7 @@ def solve(
         reduce = functools.partial(presolve, deadline=begin_s + time_limit_s + _PRESOLVE_GRACE_S)
     check_key(key)
     key = key if isinstance(key, jax.Array) else jax.random.key(int(key or 0))
-    if not is_node_form(problem):
+    if not isinstance(problem, Problem) or not is_node_form(problem):
         validate(problem)
         if len(problem.edge_load) and not has_few_pairs(problem):
             problem, objective = split_loads(with_finite_loads(problem), objective)

@@ -175,6 +175,11 @@ def test_amounts_within_their_limits_are_so_in_every_type(amounts, limit):
     assert (found.cost, found.feasible, found.status) == (0.0, True, "optimal")
 
 
+def test_what_is_no_problem_is_named():
+    with pytest.raises(TypeError, match="`problem` must be a Problem, not str"):
+        solve("problem")  # pyright: ignore[reportArgumentType]
+
+
 def test_a_start_and_alike_nodes_carry_over():
     problem = formed_problem(0)
     least = min(choices(problem), key=lambda choice: formula(problem, choice))
