@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 import diffshard
 from diffshard import deadline
@@ -228,6 +228,18 @@ def test_plans_are_saved_loaded_and_applied(tmp_path):
         loaded.apply(lambda s, b: (s, b.sum()))(state, batch)
     with pytest.raises(diffshard.PlanError, match=r"batch.*\[16, 8\].*\[4, 8\]"):
         loaded.shard(state, batch[:4])
+
+
+def test_a_plan_is_refused_on_a_mesh_whose_axes_are_in_another_order(tmp_path):
+    state, batch = train_arguments()
+    mesh = mesh_2x2()
+    turned = Mesh(mesh.devices, mesh.axis_names[::-1])
+    plan = diffshard.search(train_step, mesh, hardware=SLOW).plan(state, batch)
+    plan.save(tmp_path / "plan.json")
+    with pytest.raises(diffshard.PlanError, match="The plan was made for the mesh"):
+        plan.apply(train_step, turned)
+    with pytest.raises(diffshard.PlanError, match="`mesh` has the axes"):
+        diffshard.Plan.load(tmp_path / "plan.json", turned)
 
 
 def test_a_batch_is_split_over_hosts_however_small_it_is():
