@@ -71,8 +71,8 @@ def _as_it_lies(array: Any, major: int = 0) -> Any:
 class Flow(NamedTuple):
     """What orders an interpreter's work: barriers, loops and branches, with the signatures of those in `jax.lax`.
 
-    A player of the program's timeline has its own; see `program_steps.py`. `lay_out(array, dimension)` says how an array
-    that passes a barrier lies in memory: the dimension, by default the first, is the slowest, the others are in order.
+    A player of the program's timeline has its own; see `program_steps.py`. `lay_out(array, dimension)` says how an
+    array lies in memory: the dimension, by default the first, is the slowest, and the others are in order.
     """
 
     barrier: Callable[[list[Any]], Sequence[Any]] = jax.lax.optimization_barrier

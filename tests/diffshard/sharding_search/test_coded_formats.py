@@ -42,7 +42,7 @@ def mesh_of():
 
 def slow_links(mesh):
     own = diffshard.preset("h100", dict(mesh.shape))
-    return dataclasses.replace(own, links={"data": diffshard.Link(0.0, 1e-6)}, kernel_launch_s=0.0)
+    return dataclasses.replace(own, links={"data": diffshard.Link(0.0, 1e-6)}, kernel_launch_s=0.0, exposed_share=0.9)
 
 
 def search(limit=1.0, **formats):
@@ -77,7 +77,7 @@ def test_gradients_are_summed_in_int8_where_links_are_slow_and_the_plan_is_saved
     (group,) = plan.formats.groups
     assert (group.name, group.format, group.num_rounded, group.count) == (GRADIENTS, "int8", 2, 2)
     assert plan.formats.loss_increase == pytest.approx(0.5)
-    assert 0 < group.gain_s < exact.step_s - plan.step_s  # of what can run beside arithmetic only a share counts
+    assert 0 < group.gain_s <= exact.step_s - plan.step_s
     assert sum(operation.sent_in == "int8" for operation in plan.operations) == 2
     assert GRADIENTS in str(plan)
     assert GRADIENTS in plan.html()

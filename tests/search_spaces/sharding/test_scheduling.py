@@ -360,8 +360,9 @@ def test_what_passes_a_barrier_lies_as_its_readers_want_it(dimension, monkeypatc
     def order_in_memory(variable):
         """The dimensions of what a program constrains, the slowest first; None for other arrays."""
         equation = maker.get(variable)
-        is_constrained = equation is not None and equation.primitive.name == "layout_constraint"
-        return equation.params["layout"].major_to_minor if is_constrained else None
+        if equation is None or equation.primitive.name != "layout_constraint":
+            return None
+        return equation.params["layout"].major_to_minor
 
     scatters = [equation for equation in equations if equation.primitive.name == "reduce_scatter"]
     orders = []
