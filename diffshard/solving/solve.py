@@ -160,10 +160,11 @@ def _solve_objective(
         weights = priced.by_name(bounded.gradient)
         tangent = with_weights(problem, objective.quantities, weights)
         first = solve_tangent(tangent, choice, max(options["stop_gap"], _FIRST_GAP), _FIRST_SHARE)
-        if not first.feasible:
-            return first
         choice, is_stopped = np.array(first.choice), first.status == "interrupted"
         bound = bounded.constant + first.lower_bound
+        if not first.feasible:  # what the tangent says is not yet what the objective does
+            cost = evaluate(problem, choice).cost + float(priced.prices(priced.amounts(choice)[None])[0])
+            return first._replace(cost=cost, lower_bound=bound, history=())
     found = minimise(
         problem,
         objective,
