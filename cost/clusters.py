@@ -48,7 +48,7 @@ class Cluster:
 
     Raises:
       TypeError, ValueError: an argument breaks a rule; hosts of one kind disagree on the link inside; a link is not
-        given and does not follow from a preset.
+        given and does not follow from a preset; devices are not as many as the hosts have.
     """
 
     hosts: Sequence[Hosts]
@@ -67,6 +67,7 @@ class Cluster:
         check_link("Cluster.inside", self.inside)
         check_link("Cluster.between", self.between)
         _ = self._networks  # raises where a link is missing
+        self._check_devices()
 
     @staticmethod
     def from_devices(
@@ -123,6 +124,25 @@ class Cluster:
                 )
             kinds[key] = group if other is None else dataclasses.replace(other, count=other.count + group.count)
         return tuple(kinds.values())
+
+    def _check_devices(self) -> None:
+        """Checks that there is one JAX device for each device of each host, or none at all."""
+        if isinstance(self.devices, tuple) and not self.devices:
+            return
+        wanted = [[kind.devices] * kind.count for kind in self.kinds]
+        try:
+            given = [[len(host) for host in kind] for kind in self.devices]
+            flat = [device for kind in self.devices for host in kind for device in host]
+        except TypeError:
+            given, flat = None, []
+        if given != wanted:
+            sizes = "; ".join(f"{kind.count} of {kind.devices}" for kind in self.kinds)
+            raise ValueError(
+                f"`Cluster.devices` must have for each kind its hosts, and for each host its devices, here {sizes}: "
+                f"such as `(((device, ...), ...),)`, or `Cluster.from_devices(devices)`. It is {self.devices!r}."
+            )
+        if len({id(device) for device in flat}) < len(flat):
+            raise ValueError(f"`Cluster.devices` has a device twice; give each one once. It is {self.devices!r}.")
 
     @property
     def num_devices(self) -> int:

@@ -26,6 +26,17 @@ def folder_path(argument: str, folder: Any) -> str:
     return os.path.abspath(path)
 
 
+def checked_path(path: Any) -> str:
+    """Returns the path of a file as text.
+
+    Raises:
+      TypeError: it is no path; numbers would be open files of the process.
+    """
+    if not isinstance(path, str | os.PathLike) or not isinstance(text := os.fspath(path), str):
+        raise TypeError(f"`path` must be the path of a file, such as 'plan.json', not {path!r}.")
+    return text
+
+
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Writes a file so that a reader finds the old one or the new one, never a part of one. Text is written as UTF-8.
 

@@ -74,6 +74,11 @@ class Offer:
                 f"`Offer.cluster` of {self.name!r} must be `Hosts(count, devices=..., hardware=...)` or a `Cluster` of "
                 f"such, not {self.cluster!r}."
             )
+        if len(kinds := self.cluster.kinds) > 1:
+            raise ValueError(
+                f"`Offer.cluster` of {self.name!r} must have hosts of one kind, not of {len(kinds)} "
+                f"({', '.join(f'{kind.devices} x {kind.name}' for kind in kinds)}): make an offer of each kind."
+            )
         price = real_number(self.price_per_hour)
         if price is None or not is_positive(price) or not math.isfinite(price):
             raise ValueError(
@@ -266,7 +271,7 @@ def _check(offers: Any, tokens_per_step: Any, time_limit_s: Any, options: dict[s
     for name, why in _NOT_OF_OFFERS.items():
         if options.get(name) is not None:
             raise TypeError(f"`{name}` is no argument of `rent`: {why}.")
-    if tokens_per_step is not None and not is_positive(tokens_per_step):
+    if tokens_per_step is not None and not (is_positive(tokens_per_step) and math.isfinite(tokens_per_step)):
         raise ValueError(f"`tokens_per_step` must be a positive number or None, not {tokens_per_step!r}.")
     if time_limit_s is not None and not is_positive(time_limit_s):
         raise ValueError(f"`time_limit_s` must be a positive number of seconds or None, not {time_limit_s!r}.")

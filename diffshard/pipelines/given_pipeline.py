@@ -108,7 +108,11 @@ def check_fits(plan: PipelinePlanData, options: PipelineOptions, step: UncutStep
             "again, and save the new plan."
         )
     if plan.cluster != (cluster := cluster_words(options.cluster)):
-        raise PlanError(f"The plan was made for {plan.cluster}, not for {cluster}.")
+        raise PlanError(
+            f"The plan was made for {plan.cluster}, not for {cluster}. Give `devices` of that kind and number; or a "
+            "`diffshard.Cluster` with the hosts and links that it was searched with and `devices=`, where others stand "
+            "for them."
+        )
     own = planned_facts(step)
     for name, text in own.items():
         if plan.facts.get(name) != text:

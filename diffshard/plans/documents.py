@@ -15,7 +15,7 @@ from typing import Any, TypeVar, get_args
 
 from cost.base import Link
 from diffshard.base import PlanError
-from diffshard.files import write_whole
+from diffshard.files import checked_path, write_whole
 from diffshard.plans.json_values import from_json_values, link_from_json, to_json_values
 from diffshard.rare_collections import rare_collections
 
@@ -49,7 +49,7 @@ def text_of(document: Mapping[str, Any]) -> str:
 
 def write(path: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
     """Writes JSON values to a file, which is replaced whole or not at all."""
-    write_whole(path, text_of(document))
+    write_whole(checked_path(path), text_of(document))
 
 
 def read(path: str | os.PathLike[str]) -> Any:
@@ -58,7 +58,9 @@ def read(path: str | os.PathLike[str]) -> Any:
     Raises:
       PlanError: the file is not JSON.
       OSError: the file cannot be read.
+      TypeError: the path is none.
     """
+    path = checked_path(path)
     try:
         with open(path, encoding="utf-8") as file:
             return json.load(file)

@@ -291,9 +291,19 @@ def _flat_calls(
 ) -> list[FlatCall]:
     flat = []
     for number, call in enumerate(calls):
+        if not isinstance(call, tuple | list):
+            raise TypeError(
+                f"`{name}[{number}]` must be a tuple of the arguments of {options.function_name}, not "
+                f"{type(call).__name__}."
+            )
         arrays: list[Any] = split(bound_arguments(options, call, {}))[0]
         if array_types(arrays) != types:
             raise ValueError(f"`{name}[{number}]` has other arrays than the arguments that are planned for.")
+        if any(isinstance(array, jax.ShapeDtypeStruct) for array in arrays):
+            raise TypeError(
+                f"`{name}[{number}]` has `jax.ShapeDtypeStruct`s, but its step is run: give the arrays themselves, or "
+                "`Formats.increases` that an earlier search measured."
+            )
         flat.append(arrays)
     return flat
 

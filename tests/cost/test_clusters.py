@@ -150,3 +150,20 @@ def test_what_breaks_a_rule_is_named(make, error, message):
 def test_what_are_no_devices_is_refused(devices, error, message):
     with pytest.raises(error, match=message):
         Cluster.from_devices(devices, hardware="h100")
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        ("cpu", "here 2 of 2: such as"),
+        (list(range(4)), "here 2 of 2: such as"),
+        (((0, 1), (2, 3)), "here 2 of 2: such as"),  # hosts without their kind
+        ((((0, 1),),), "here 2 of 2: such as"),  # a host is missing
+        ((((0, 1), (2,)),), "here 2 of 2: such as"),  # a device is missing
+        ((((0, 1), (0, 1)),), "has a device twice"),
+    ],
+)
+def test_devices_are_as_many_as_the_hosts_have(devices, message):
+    with pytest.raises(ValueError, match=r"`Cluster\.devices` .*" + message):
+        Cluster([Hosts(2, 2, "h100")], devices=devices)
+    assert Cluster([Hosts(2, 2, "h100")], devices=(((0, 1), (2, 3)),)).num_devices == 4

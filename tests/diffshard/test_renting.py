@@ -146,6 +146,7 @@ def test_unknown_hardware():
         ({"devices": 8}, "`devices` is no argument of `rent`: the devices are those of the offers"),
         ({"pipeline": "any"}, "`pipeline` is no argument of `rent`"),
         ({"tokens_per_step": 0}, "`tokens_per_step` must be a positive number"),
+        ({"tokens_per_step": math.inf}, "`tokens_per_step` must be a positive number or None, not inf"),
         ({"time_limit_s": -1}, "`time_limit_s` must be a positive number"),
         ({"remat": "all"}, "`remat` must be"),
         ({"solver": "none of them"}, "none of them"),
@@ -159,5 +160,7 @@ def test_an_argument_that_breaks_a_rule(changes, message):
 
 def test_an_offer_of_several_kinds_is_refused():
     mixed = Cluster([Hosts(1, 8, "h100"), Hosts(1, 8, "a100")], between=FREE)
-    with pytest.raises(ValueError, match="must be a cluster of one kind"):
-        rent(product, [Offer("mixed", mixed, 3.0)], *ARGUMENTS)
+    with pytest.raises(
+        ValueError, match=r"`Offer.cluster` of 'mixed' must have hosts of one kind, not of 2 \(8 x H100"
+    ):
+        Offer("mixed", mixed, 3.0)

@@ -24,6 +24,15 @@ def test_other_kinds_of_plans_say_what_loads_them(tmp_path):
         diffshard.Plan.load(tmp_path / "plan.json")
 
 
+@pytest.mark.parametrize("path", [0, None, b"plan.json", ["plan.json"]])
+def test_what_is_no_path_is_refused(path):
+    with pytest.raises(TypeError, match=r"`path` must be the path of a file, such as 'plan\.json', not"):
+        small_pipeline_plan().save(path)
+    for kind in (diffshard.PipelinePlan, diffshard.Plan):
+        with pytest.raises(TypeError, match=r"`path` must be the path of a file, such as 'plan\.json', not"):
+            kind.load(path)
+
+
 def test_newer_versions_and_other_files_are_refused(tmp_path):
     document = file.to_json(small_pipeline_plan())
     for values, message in (

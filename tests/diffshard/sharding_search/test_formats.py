@@ -175,6 +175,16 @@ def test_calls_of_other_shapes():
         search(mesh_of(2), 0.1, calls=[args, arguments(2 * ROWS)], steps=2).plan(*args)
 
 
+def test_calls_that_are_no_arguments_or_only_their_shapes():
+    args = arguments()
+    with pytest.raises(
+        TypeError, match=r"`Formats\.calls\[0\]` must be a tuple of the arguments of train_step, not int"
+    ):
+        search(mesh_of(2), 0.1, calls=[1, 2], steps=2).plan(*args)
+    with pytest.raises(TypeError, match=r"`Formats\.calls\[1\]` has `jax.ShapeDtypeStruct`s, but its step is run"):
+        search(mesh_of(2), 0.1, calls=[args, jax.eval_shape(lambda: args)], steps=2).plan(*args)
+
+
 def test_formats_are_chosen_on_each_shape_of_the_mesh_and_the_fastest_one_is_taken():
     args = jax.eval_shape(lambda: arguments(8192, 8192))
     mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
