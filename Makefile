@@ -1,6 +1,7 @@
 # Every target sets itself up: a machine with Python 3.11+ and pip is enough.
 #   make demo   search, explain and run a GPT training step on 8 host devices
 #   make test   the test suite
+#   make test-fast   its quick tests, for while one writes
 #   make lint   ruff, pyright, and a strict build of the documentation
 #   make docs   the documentation as a site; open site/index.html
 
@@ -16,13 +17,16 @@ MKDOCS = NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mkdocs bui
 
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test lint docs format clean
+.PHONY: demo test test-fast lint docs format clean
 
 demo: $(STAMP)
 	$(BIN)/python -m experiments.demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --fast
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def distinct_arrays(arrays: Sequence[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
-    """Tells which entries of a sequence are one and the same array object, as edges of equal matrices may share one.
+    """Returns which entries of a sequence are one and the same array object, as edges of equal matrices may share one.
 
     Returns:
       The distinct arrays in the order of their first appearance, and for each entry which of them it is, `[len]`.

@@ -33,5 +33,5 @@ def devices_in_host(mesh: Any) -> int:
 
 
 def has_many_hosts(hosts: Mapping[str, int]) -> bool:
-    """Tells whether some axis leads from host to host."""
+    """Returns whether some axis leads from host to host."""
     return any(count > 1 for count in hosts.values())

@@ -29,7 +29,7 @@ class Range(NamedTuple):
     words: str
 
     def holds(self, number: float) -> bool:
-        """Tells whether a number is in the range."""
+        """Returns whether a number is in the range."""
         return self.least <= as_float(number) <= self.most
 
 

@@ -29,6 +29,6 @@ def as_float(number: Any) -> float:
 
 
 def is_positive(value: Any) -> bool:
-    """Tells whether a value is a number above zero; infinity is, NaN is not."""
+    """Returns whether a value is a number above zero; infinity is, NaN is not."""
     number = real_number(value)
     return number is not None and number > 0

@@ -9,7 +9,7 @@ The names here are what every program needs. The others stand in modules by topi
 | `elastic` | training that goes on with other devices; devices that change by a schedule; moves of arrays |
 | `experts` | mixtures of experts on unequal workers |
 | `formats` | what changes numbers: float8 products, lossy collectives, and what `bilevel` chooses from |
-| `hardware` | measured hardware and its files |
+| `hardware` | measured hardware and its files; what to rent |
 | `initialisation` | starts that are compared by their first steps |
 | `nnx` | functions that update flax's nnx modules in place |
 | `objectives` | objectives of your own |

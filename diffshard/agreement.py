@@ -84,7 +84,7 @@ class Agreement:
 
     @property
     def is_first(self) -> bool:
-        """Tells whether this process decides."""
+        """Whether this process decides."""
         return jax.process_index() == self.indices[0]
 
     def put(self, name: str, value: bytes) -> None:

@@ -39,5 +39,5 @@ class Deadline(NamedTuple):
         return Deadline(self.remaining_s(share), time.perf_counter())
 
     def is_over(self, share: float = 1.0) -> bool:
-        """Tells whether a share of the time limit has passed."""
+        """Returns whether a share of the time limit has passed."""
         return self.limit_s is not None and self.elapsed_s >= share * self.limit_s - _LEAST_TIME_S

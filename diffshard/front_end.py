@@ -176,9 +176,10 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
         It does not go with `remat`, `check="compile"`, `cache` and `pipeline`.
       formats: rounds products to float8, where that gains time, as far as the loss allows: a `Formats`, which says how
         far and has calls of the step to measure it by. Shardings and formats are searched together, and the plan's
-        bound holds for all of both. None leaves all numbers as they are. It takes the executor "program", hardware with
-        a rate for float8, and none of `remat`, `check`, `cache`, `start`, `objective` and `pipeline`. With `devices`
-        each shape of the mesh is such a search, which measures anew.
+        bound holds for all of both. It may also send partial sums in fewer bits (`Formats.sums`), and keep arrays for
+        the backward pass in fewer (`Formats.kept`). None leaves all numbers as they are. It takes the executor
+        "program", hardware with a rate for the formats of products, and none of `remat`, `check`, `cache`, `start`,
+        `objective` and `pipeline`. With `devices` each shape of the mesh is such a search, which measures anew.
       progress: "terminal" shows the best cost and the bound in one live line on stderr once a search lasts over two
         seconds, but only on a terminal; "none" shows nothing. `plan(..., progress=...)` takes a function instead, but
         not with `pipeline`.

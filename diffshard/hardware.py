@@ -4,6 +4,7 @@
 >>> diffshard.hardware.save_hardware(measured, "hardware.json")
 >>> step = diffshard.search(train_step, mesh, hardware=diffshard.hardware.load_hardware("hardware.json"))
 
+`rent` (in `renting.py`) says which of several clusters with prices does most steps for the money.
 `PRESET_NAMES` are known without a measurement, by `diffshard.preset`. A `Line` is what a collective takes by its bytes.
 """
 
@@ -19,8 +20,20 @@ from cost.lines import Line
 from cost.presets import PRESET_NAMES
 from diffshard.plans.documents import HARDWARE, RecordFile
 from diffshard.processes import errors_for_all, processes_of
+from diffshard.renting import Offer, PlannedOffer, Rental, rent
 
-__all__ = ["PRESET_NAMES", "Line", "Submesh", "calibrate", "load_hardware", "save_hardware"]
+__all__ = [
+    "PRESET_NAMES",
+    "Line",
+    "Offer",
+    "PlannedOffer",
+    "Rental",
+    "Submesh",
+    "calibrate",
+    "load_hardware",
+    "rent",
+    "save_hardware",
+]
 
 _FILE = RecordFile(HARDWARE, 1)
 

@@ -92,5 +92,5 @@ def live_line(
 
 
 def _takes_live_lines(console: Console, stream: TextIO) -> bool:
-    """Tells whether a line can be erased again; rich alone takes a file for a terminal where colours are forced."""
+    """Returns whether a line can be erased again; rich alone takes a file for a terminal where colours are forced."""
     return stream.isatty() and console.is_terminal and not console.is_dumb_terminal and not os.environ.get("CI")

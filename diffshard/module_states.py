@@ -85,7 +85,7 @@ def of_states(fn: Callable[..., Any], graph: ModuleGraph) -> Callable[..., tuple
 
 
 def has_module(tree: Any) -> bool:
-    """Tells whether an argument is a module or a variable of nnx, or holds one."""
+    """Returns whether an argument is a module or a variable of nnx, or holds one."""
     return any(_is_module(leaf) for leaf in jax.tree.leaves(tree, is_leaf=_is_module))
 
 

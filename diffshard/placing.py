@@ -6,7 +6,7 @@ Pipelines are divided by the programme that divides functions into stages, with 
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Unpack
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -17,9 +17,10 @@ from cost.number_ranges import Amount, AmountOrInf, AnyNumber, Index
 from diffshard.base import Proposal, Solver
 from diffshard.pipelines.slowest_stage import least_sum_and_slowest
 from diffshard.pipelines.stage_programme import Submesh
-from diffshard.plans.certificate import Certified, History, check_certificate
-from diffshard.plans.documents import PLACEMENT, RecordFile, Saved
+from diffshard.plans.certificate import History, check_certificate
+from diffshard.plans.documents import PLACEMENT, RecordFile
 from diffshard.plans.formats import format_bytes, format_count, format_s, format_table
+from diffshard.plans.plan_record import PlanRecord
 from diffshard.solve_options import SolveOptions, checked_solve_options
 from diffshard.solving.presolve.base import identity
 from diffshard.solving.presolve.pipeline import presolve
@@ -28,7 +29,7 @@ from search_spaces.placement import PlacementSpace
 
 
 @dataclass(frozen=True)
-class Placement(Certified, Saved):
+class Placement(PlanRecord):
     """Where each layer runs and what that costs. Made by `diffshard.pipelines.place`; `print` shows it.
 
     Attributes:
@@ -131,12 +132,11 @@ def place(
         layer_bytes=layer_bytes,
         memory_limit_bytes=memory_limit_bytes,
     )
-    reduce = presolve
-    if options.get("solver") is None:
-        options["solver"] = "gradient"
-        if num_microbatches is not None:
-            options["solver"], reduce = _programme(space, num_microbatches), identity
-    solution = solve(space.problem, **options, reduce=reduce)
+    solver, reduce = options.get("solver"), presolve
+    if solver is None and num_microbatches is not None:
+        solver, reduce = _programme(space, num_microbatches), identity
+    own: Any = {**options, "solver": "gradient" if solver is None else solver}
+    solution = solve(space.problem, **own, reduce=reduce)
     placement = space.decode(solution.choice)
     return Placement(
         assignment=tuple(map(int, placement.assignment)),

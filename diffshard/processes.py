@@ -86,12 +86,12 @@ class Processes:
 
     @property
     def is_one(self) -> bool:
-        """Tells whether there is nobody to agree with."""
+        """Whether there is nobody to agree with."""
         return len(self.indices) == 1
 
     @property
     def is_first(self) -> bool:
-        """Tells whether this process decides what is decided once."""
+        """Whether this process decides what is decided once."""
         return self.is_one or jax.process_index() == self.indices[0]
 
     @property

@@ -1,7 +1,7 @@
 """Sums and kept arrays as codes: what they do to the loss of a training, and the time of compiled programs with them.
 
     python -m experiments.codes [--model gpt] [--steps 200] [--seeds 2] [--devices 8]
-    python -m experiments.codes --compile decoder --mesh 4x8 [--links 1 0.25] [--formats int8]
+    python -m experiments.codes --compile decoder --mesh 4x8 [--links 0.25] [--exposed-share 0.8] [--formats int8]
 
 The first trains a small model from the start on one device, which sums in as many parts as devices would, with the sums
 of all gradients in each format, and with all arrays of the forward pass kept in it. The second compiles a model of
@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 import diffshard
-from diffshard.checks.achievable_rates import achievable_rates
+from diffshard.checks.kernel_work import H100_HOST, achievable_rates
 from diffshard.checks.timeline import simulate
 from diffshard.plans.formats import format_s
 from diffshard.sharding_search.call import array_types
@@ -43,7 +43,7 @@ LATE_SHARE = 0.2
 def training_table(setting: Setting, names: Sequence[str], steps: int, seeds: int, num_devices: int) -> None:
     """Trains with everything exact, and with each kind of codes in each format, and prints the losses."""
     trainings = [setting.training(seed, steps) for seed in range(seeds)]
-    formats = diffshard.Formats(1.0, trainings[0], steps=steps, products=(), sums=names, kept=names)
+    formats = diffshard.formats.Formats(1.0, trainings[0], steps=steps, products=(), sums=names, kept=names)
     mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,))
     hardware = diffshard.preset("h100", dict(mesh.shape))
     options = Options(fn=setting.small.step, mesh=mesh, hardware=hardware, memory_limit_bytes=np.inf)
@@ -63,24 +63,35 @@ def training_table(setting: Setting, names: Sequence[str], steps: int, seeds: in
     print("exact losses:", *(f"{loss:.4f}" for loss in exact))
 
 
-def compiled_table(name: str, mesh_text: str, links: Sequence[float], formats: Sequence[str], limit_s: float) -> None:
+def compiled_table(
+    name: str,
+    mesh_text: str,
+    sizes: str,
+    links: Sequence[float],
+    exposed_share: float | None,
+    formats: Sequence[str],
+    limit_s: float,
+) -> None:
     """Compiles a model with sums as they are and in each format, and prints predictions and timelines."""
     case, rows = CASES[name], []
-    model = case.make(batch=case.batches[mesh_text], **case.full)
+    model = case.make(batch=case.batches[mesh_text], **(case.full if sizes == "full" else case.small))
     mesh = MESHES["h100"](parse_mesh(mesh_text))
     preset = diffshard.preset("h100", dict(mesh.shape))
     for share in links:
         own = {axis: faster(link, share) if link.num_hosts > 1 else link for axis, link in preset.links.items()}
-        hardware = dataclasses.replace(preset, links=own)
+        exposed = preset.exposed_share if exposed_share is None else exposed_share
+        hardware = dataclasses.replace(preset, links=own, exposed_share=exposed)
+        network = share * H100_HOST.network_bytes_per_s
+        rates = achievable_rates(hardware, host=dataclasses.replace(H100_HOST, network_bytes_per_s=network))
         for label in ("exact", *formats):
             any_loss = {} if label == "exact" else {f"{GRADIENTS} in {label}": 0.0}
             step = diffshard.search(
                 model.step, mesh, hardware=hardware, time_limit_s=limit_s, donate_argnums=0, progress="none",
-                formats=diffshard.Formats(1.0, increases=any_loss, products=(), sums=tuple(formats)),
+                formats=diffshard.formats.Formats(1.0, increases=any_loss, products=(), sums=tuple(formats)),
             )  # fmt: skip
             plan = step.plan(*abstract_arguments(model))
             hlo = step.lower(*abstract_arguments(model)).compile().as_text() or ""
-            timeline = simulate(hlo, mesh.shape, achievable_rates(hardware))
+            timeline = simulate(hlo, mesh.shape, rates)
             num_sums = sum(bool(operation.sent_in) for operation in plan.operations)
             seconds = [format_s(s) for s in (plan.step_s, plan.lower_bound_s, timeline.step_s)]
             rows.append([f"{share:g}", label, *seconds, str(num_sums)])
@@ -100,11 +111,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--compile", choices=CASES, help="compile this model instead")
     parser.add_argument("--mesh", default="4x8")
     parser.add_argument("--links", type=float, nargs="+", default=[1.0, 0.25], help="shares of the preset's bandwidth")
+    parser.add_argument("--exposed-share", type=float, help="of collectives beside arithmetic; the preset's by default")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["int8"])
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds of the solver for each plan")
     options = parser.parse_args(argv)
     if options.compile:
-        compiled_table(options.compile, options.mesh, options.links, options.formats, options.time_limit)
+        sizes = options.mesh, options.sizes
+        compiled_table(
+            options.compile, *sizes, options.links, options.exposed_share, options.formats, options.time_limit
+        )
     else:
         setting = Setting.of(options.model, options.sizes)
         training_table(setting, options.formats, options.steps, options.seeds, options.devices)

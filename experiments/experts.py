@@ -50,7 +50,7 @@ class HandPlan(NamedTuple):
 Expert = Callable[[Any, Any, Mesh | AbstractMesh], HandPlan]
 
 
-def hand_plan(expert: shardings.Expert, state: Any, batch: Any, mesh: Mesh | AbstractMesh) -> HandPlan:
+def hand_plan(expert: shardings.Baseline, state: Any, batch: Any, mesh: Mesh | AbstractMesh) -> HandPlan:
     """Returns an expert's plan for a training step."""
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
@@ -65,7 +65,9 @@ def hand_plan(expert: shardings.Expert, state: Any, batch: Any, mesh: Mesh | Abs
     return HandPlan(state_shardings, batch_shardings, dict(expert_shardings.rules))
 
 
-EXPERTS: dict[str, Expert] = {name: functools.partial(hand_plan, expert) for name, expert in shardings.EXPERTS.items()}
+EXPERTS: dict[str, Expert] = {
+    name: functools.partial(hand_plan, expert) for name, expert in shardings.BASELINES.items()
+}
 data_parallel, fsdp, megatron, megatron_fsdp = (
     EXPERTS[name] for name in ("data parallel", "fsdp", "megatron", "megatron fsdp")
 )

@@ -117,7 +117,7 @@ def estimates_table(
     print(f"all in {products[-1]}: {losses.increase_of(everything).mean:+.4f}")
     rows = []
     for name, (values, seconds) in found.items():
-        rank = 1.0 if name == "trainings" else float(spearmanr(values, trained).statistic)
+        rank = 1.0 if name == "trainings" else float(np.asarray(spearmanr(values, trained))[0])
         row = [name, f"{seconds:.0f}", f"{rank:.2f}", f"{sum(values):+.3f}"]
         for budget in budgets:
             chosen = best_groups(gain, np.array(values), budget, kinds)

@@ -98,7 +98,7 @@ def measure(
     kept = None
     if plan_name in FORMATS:
         any_loss = {f"{KEPT} in {plan_name}": 0.0}
-        kept = diffshard.Formats(1.0, increases=any_loss, products=(), kept=[plan_name])
+        kept = diffshard.formats.Formats(1.0, increases=any_loss, products=(), kept=[plan_name])
     step = diffshard.search(
         model.step,
         mesh,

@@ -12,7 +12,9 @@ from experiments.models import (
     decoder,
     diffusion_transformer,
     encoder_decoder,
+    masked_encoder,
     moe,
+    parallel_decoder,
     tied_gpt,
     unet,
     vision_transformer,
@@ -104,6 +106,23 @@ CASES: dict[str, Case] = {
         },
         {"layers": 1},
         {"2x4": 256, "4x8": 1024, "8x8": 2048},
+        is_held_out=True,
+    ),
+    "masked encoder": Case(
+        masked_encoder.make,
+        {"layers": 3, "width": 1024, "heads": 16, "hidden": 4096, "vocabulary": 30720, "sequence": 512},
+        {"layers": 1},
+        {"2x4": 64, "4x8": 256, "8x8": 512},
+        is_held_out=True,
+    ),
+    "parallel decoder": Case(
+        parallel_decoder.make,
+        {
+            "layers": 3, "width": 4096, "heads": 16, "key_value_heads": 1, "hidden": 16384, "vocabulary": 32768,
+            "sequence": 2048,
+        },
+        {**_SMALL_DECODER, "key_value_heads": 1},
+        {"2x4": 16, "4x8": 32, "8x8": 64},
         is_held_out=True,
     ),
 }  # fmt: skip

@@ -20,7 +20,7 @@ from diffshard.sharding_search.call import Call, is_random_key
 
 
 class DoesNotApplyError(ValueError):
-    """An expert's rules do not fit a function or mesh; the message is a sentence that says why."""
+    """A baseline's rules do not fit a function or mesh; the message is a sentence that says why."""
 
 
 class Argument(NamedTuple):
@@ -44,7 +44,7 @@ class Argument(NamedTuple):
 
 
 class BaselineMesh(NamedTuple):
-    """A mesh as experts see it.
+    """A mesh as baselines see it.
 
     Attributes:
       sizes: devices along each axis, in order.
@@ -70,7 +70,7 @@ class BaselineMesh(NamedTuple):
 
 
 class BaselineShardings(NamedTuple):
-    """What an expert gives.
+    """What a baseline gives.
 
     Attributes:
       specs: for each argument how it is split.
@@ -82,7 +82,7 @@ class BaselineShardings(NamedTuple):
 
 
 def describe_arguments(call: Call, is_state: Sequence[bool]) -> list[Argument]:
-    """Returns what experts know about each array of the arguments of a call.
+    """Returns what baselines know about each array of the arguments of a call.
 
     Args:
       call: the arguments.
@@ -110,7 +110,7 @@ LOGICAL_AXES = {
     "experts": ("expert", "experts", "activation_exp"),
     "sequence": ("sequence", "length", "activation_length"),
 }
-"""What flax models call the dimensions that experts split: those of flax's examples, T5X and MaxText."""
+"""What flax models call the dimensions that baselines split: those of flax's examples, T5X and MaxText."""
 TENSOR_GROUPS = ("heads", "key_value_heads", "hidden", "vocabulary", "experts")
 """The groups of logical axes that Megatron splits."""
 

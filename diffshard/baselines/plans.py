@@ -1,4 +1,4 @@
-"""`baseline_plans` completes experts' shardings to plans, whose predictions stand beside those of a found plan."""
+"""`baseline_plans` completes baselines' shardings to plans, whose predictions stand beside those of a found plan."""
 
 import json
 import time
@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from cost.base import Hardware
 from diffshard.base import InfeasibleError, Solver
 from diffshard.baselines.base import Argument, BaselineMesh, BaselineShardings, DoesNotApplyError, describe_arguments
-from diffshard.baselines.shardings import EXPERTS
+from diffshard.baselines.shardings import BASELINES
 from diffshard.plans.base import LogicalAxisRules
 from diffshard.plans.file import from_json, to_json
 from diffshard.processes import errors_for_all, processes_of
@@ -31,7 +31,7 @@ _NO_NAMES = "the function names no logical axes, so XLA's partitioner alone deci
 
 
 class _Wanted(TypedDict):
-    """What is wanted of the experts, as `plans_of_baselines` takes it."""
+    """What is wanted of the baselines, as `plans_of_baselines` takes it."""
 
     names: Sequence[str]
     state_argnums: tuple[int, ...] | None
@@ -41,11 +41,11 @@ class _Wanted(TypedDict):
 
 @dataclass(frozen=True)
 class BaselinePlans(Mapping[str, Plan]):
-    """Experts' plans by name, and why others are missing.
+    """Baselines' plans by name, and why others are missing.
 
     Attributes:
       plans: those that apply.
-      left_out: by the name of an expert, a sentence that says why there is no plan.
+      left_out: by the name of a baseline, a sentence that says why there is no plan.
     """
 
     plans: Mapping[str, Plan]
@@ -81,8 +81,8 @@ def baseline_plans(
     >>> plans = diffshard.baselines.baseline_plans(train_step, mesh, state, batch, hardware="h100", donate_argnums=0)
     >>> print(diffshard.compare(train_step, mesh, state, batch, plans=plans))
 
-    An expert gives shardings of arguments, and rules for flax's logical names of activations. The search completes
-    them to the fastest plan that has these shardings, which is what the prediction is for. The plan runs as experts'
+    A baseline gives shardings of arguments, and rules for flax's logical names of activations. The search completes
+    them to the fastest plan that has these shardings, which is what the prediction is for. The plan runs as baselines'
     plans do, by propagation: XLA's partitioner is told nothing else. With `jax.distributed` all processes of the mesh
     call this alike, the first one makes the plans, and the others get them.
 
@@ -110,16 +110,16 @@ def baseline_plans(
         the end: `{("experts", "up"): -3}`; None leaves a parameter whole.
 
     Returns:
-      Plans by name; an expert whose plan does not divide the batch or does not fit the memory is in `left_out`.
+      Plans by name; a baseline whose plan does not divide the batch or does not fit the memory is in `left_out`.
 
     Raises:
       TypeError, ValueError: an argument breaks a rule; the error names it and its value.
       ProcessesError: the processes ask for different plans, or another one failed.
     """
-    with errors_for_all(mesh, "make plans of experts"):
-        unknown = [name for name in names or () if name not in EXPERTS]
+    with errors_for_all(mesh, "make plans of baselines"):
+        unknown = [name for name in names or () if name not in BASELINES]
         if unknown:
-            raise ValueError(f"`names` must be some of {', '.join(EXPERTS)}, not {unknown[0]!r}.")
+            raise ValueError(f"`names` must be some of {', '.join(BASELINES)}, not {unknown[0]!r}.")
         priced_for = hardware_for(hardware, mesh)
         options = Options(
             fn=fn,
@@ -133,7 +133,7 @@ def baseline_plans(
             executor="propagation",
         )
         wanted: _Wanted = {
-            "names": tuple(EXPERTS) if names is None else names,
+            "names": tuple(BASELINES) if names is None else names,
             "state_argnums": None if state_argnums is None else positions(state_argnums),
             "rules": checked_rules(logical_axis_rules or (), options.axis_names),
             "dimensions": tensor_dimensions or {},
@@ -142,7 +142,7 @@ def baseline_plans(
 
 
 def _plans_of_first_process(options: Options, args: Sequence[Any], wanted: "_Wanted") -> BaselinePlans:
-    """Returns the experts' plans that the first process of the mesh makes; all processes trace the function.
+    """Returns the baselines' plans that the first process of the mesh makes; all processes trace the function.
 
     Raises:
       ProcessesError: the processes ask for different things, or another one failed.
@@ -152,7 +152,7 @@ def _plans_of_first_process(options: Options, args: Sequence[Any], wanted: "_Wan
         arguments = {f"`{name}`": value_text(value) for name, value in wanted.items()}
         return {**facts_of(options, traced_function), **device_facts(options), **arguments}
 
-    processes, what = processes_of(options.mesh), f"make plans of experts for {options.function_name}"
+    processes, what = processes_of(options.mesh), f"make plans of baselines for {options.function_name}"
     traced_function = processes.alike(what, lambda: trace_function(options, args), facts)
 
     def pack(plans: BaselinePlans) -> bytes:
@@ -176,7 +176,7 @@ def plans_of_baselines(
     options: Options,
     traced_function: TracedFunction,
     *,
-    names: Sequence[str] = tuple(EXPERTS),
+    names: Sequence[str] = tuple(BASELINES),
     state_argnums: tuple[int, ...] | None = None,
     rules: LogicalAxisRules = (),
     dimensions: Mapping[tuple[str, ...], int | None] | None = None,
@@ -191,7 +191,7 @@ def plans_of_baselines(
             if name == BY_RULES:
                 shardings = _by_rules(arguments, rules)
             else:
-                shardings = EXPERTS[name](arguments, baseline_mesh, dimensions or {})
+                shardings = BASELINES[name](arguments, baseline_mesh, dimensions or {})
             plans[name] = _completed(name, shardings, options, traced_function)
         except DoesNotApplyError as error:
             left_out[name] = str(error)
@@ -201,7 +201,7 @@ def plans_of_baselines(
 
 
 def arguments_of(traced_function: TracedFunction, state_argnums: tuple[int, ...] | None) -> list[Argument]:
-    """Returns what experts know about the flat arguments of a traced function."""
+    """Returns what baselines know about the flat arguments of a traced function."""
     call = traced_function.call
     if state_argnums is not None:
         is_state = [number in state_argnums for number in call.numbers]
@@ -211,7 +211,7 @@ def arguments_of(traced_function: TracedFunction, state_argnums: tuple[int, ...]
 
 
 def baseline_mesh_of(options: Options) -> BaselineMesh:
-    """Returns the mesh as experts see it; of equally fast axes the last is the inner one."""
+    """Returns the mesh as baselines see it; of equally fast axes the last is the inner one."""
     sizes = dict(zip(options.axis_names, options.axis_sizes, strict=True))
     longer = [axis for axis, size in sizes.items() if size > 1] or list(sizes)
     seconds = {axis: options.hardware.link(axis).s_per_byte if sizes[axis] > 1 else 0.0 for axis in longer}
@@ -219,7 +219,7 @@ def baseline_mesh_of(options: Options) -> BaselineMesh:
 
 
 def _completed(name: str, shardings: BaselineShardings, options: Options, traced_function: TracedFunction) -> Plan:
-    """Returns the fastest plan that has an expert's shardings of arguments and activations."""
+    """Returns the fastest plan that has a baseline's shardings of arguments and activations."""
     start_s = time.perf_counter()
     by_rules = replace(options, logical_axis_rules=shardings.rules)
     try:

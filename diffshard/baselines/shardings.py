@@ -1,4 +1,4 @@
-"""The experts: each splits state and batch by a rule that its paper states, and says how activations are split.
+"""The baselines: each splits state and batch by a rule that its paper states, and says how activations are split.
 
 Optimiser moments are split as their parameters are, because their paths end alike and their shapes are equal. Without
 rules for activations the compiler would split these as it finds parameters split, and FSDP would be lost.
@@ -20,7 +20,7 @@ from diffshard.baselines.base import (
 )
 from diffshard.plans.base import LogicalAxisRules
 
-Expert = Callable[[Sequence[Argument], BaselineMesh, Mapping[tuple[str, ...], int | None]], BaselineShardings]
+Baseline = Callable[[Sequence[Argument], BaselineMesh, Mapping[tuple[str, ...], int | None]], BaselineShardings]
 """A function of the arguments, the mesh, and exceptions to the dimensions that Megatron splits."""
 
 
@@ -96,7 +96,7 @@ def megatron_sequence(
     return shardings._replace(rules=(*shardings.rules, *_rules({"sequence": (mesh.inner,)})))
 
 
-EXPERTS: dict[str, Expert] = {
+BASELINES: dict[str, Baseline] = {
     "data parallel": data_parallel,
     "fsdp": fsdp,
     "hybrid fsdp": hybrid_fsdp,
@@ -104,7 +104,7 @@ EXPERTS: dict[str, Expert] = {
     "megatron fsdp": megatron_fsdp,
     "megatron sequence": megatron_sequence,
 }
-"""All experts by name."""
+"""All baselines by name."""
 
 
 def _rules(groups: Mapping[str, tuple[str, ...]]) -> LogicalAxisRules:

@@ -12,8 +12,8 @@ from cost.base import Hardware
 from cost.number_ranges import Amount, Count, Index
 from cost.real_numbers import is_positive, whole_number
 from diffshard.base import PlanError
-from diffshard.plans.certificate import Certified, History, check_certificate
-from diffshard.plans.documents import BUDGET, RecordFile, Saved
+from diffshard.plans.certificate import History, check_certificate
+from diffshard.plans.documents import BUDGET, RecordFile
 from diffshard.plans.file import from_json, to_json
 from diffshard.plans.formats import (
     format_bytes,
@@ -25,6 +25,7 @@ from diffshard.plans.formats import (
     wrapped,
 )
 from diffshard.plans.json_values import from_json_values
+from diffshard.plans.plan_record import PlanRecord
 from diffshard.resharding.moves import Move
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
@@ -123,7 +124,7 @@ class PhasePlans(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Budget(Certified, Saved):
+class Budget(PlanRecord):
     """How a job runs while its devices change. Made by `diffshard.elastic.budget`; `print` shows it.
 
     Attributes:

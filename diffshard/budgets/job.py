@@ -81,7 +81,7 @@ class Job(NamedTuple):
 
     @property
     def is_state(self) -> list[bool]:
-        """Tells for each flat argument whether it goes from phase to phase."""
+        """Returns for each flat argument whether it goes from phase to phase."""
         return self.requests[0].traced_function.is_state
 
     @property
@@ -194,7 +194,7 @@ def job_of(phases: Sequence[Phase], all_options: Sequence[Options], args: Sequen
 
 
 def _is_same(one: Options, other: Options) -> bool:
-    """Tells whether two phases are planned alike: they differ in their mesh, hardware and limit only."""
+    """Returns whether two phases are planned alike: they differ in their mesh, hardware and limit only."""
     return (one.mesh, one.hardware, one.memory_limit_bytes) == (other.mesh, other.hardware, other.memory_limit_bytes)
 
 

@@ -163,7 +163,7 @@ def _sliced_elements(module: Module, computation: Computation, all_reduce: Instr
 def _only_sliced(
     module: Module, callers: _Callers, computation: Computation, value: Instruction, num_devices: int
 ) -> bool:
-    """Tells whether a value is used only as the slice of the device; `callers` are the fusions around it."""
+    """Returns whether a value is used only as the slice of the device; `callers` are the fusions around it."""
     users = computation.users[value.name]
     if not users or value.is_root:
         return False
@@ -189,7 +189,7 @@ def _only_sliced(
 
 
 def _is_by_device(module: Module, callers: _Callers, computation: Computation, name: str) -> bool:
-    """Tells whether a scalar is computed from the device's number, which a loop may get as part of its state."""
+    """Returns whether a scalar is computed from the device's number, which a loop may get as part of its state."""
     numbers = {parameter: number for number, parameter in computation.parameters.items()}
     names_left, visited = [name], {name}
     while names_left:

@@ -103,7 +103,7 @@ class _Process:
         self.is_late = False
 
     def has_ended(self) -> bool:
-        """Tells whether the process is over; ends it when its time is up."""
+        """Returns whether the process is over; ends it when its time is up."""
         if self.process.poll() is None and time.perf_counter() - self.start_s > self.timeout_s:
             self.is_late = True
             self.end()

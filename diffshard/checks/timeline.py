@@ -246,7 +246,7 @@ class _Player:
 
 
 def _is_steady(previous: _Clock, before: _Clock, after: _Clock) -> bool:
-    """Tells whether the trips after the one from `before` to `after` are copies of it.
+    """Returns whether the trips after the one from `before` to `after` are copies of it.
 
     They are where the links are as busy after the trip as before it, and where a link falls behind the stream by as
     much as in the trip from `previous` to `before`: nothing in the body waits for that link.

@@ -128,7 +128,7 @@ def _add_search(commands: Any) -> None:
         "--check",
         type=checks,
         metavar="CHECK[,CHECK]",
-        help="shardy or compile: let a compiler judge the plan, compile also tries experts' plans; "
+        help="shardy or compile: let a compiler judge the plan, compile also tries baselines' plans; "
         "numbers: run the plan once on host devices, and hold the results against another run",
     )
     parser.add_argument(

@@ -110,7 +110,7 @@ def search_plan(options: argparse.Namespace) -> int:
     in_shardings = None if options.in_shardings is None else named_value("--in-shardings", options.in_shardings)
     more: dict[str, Any] = {
         "devices": cluster or options.devices, "hardware": hardware, "memory_limit_bytes": options.memory_limit,
-        "solver": options.solver, "time_limit_s": options.time_limit, "key": _key(options),
+        "solver": options.solver, "time_limit_s": options.time_limit, "key": options.seed,
         "in_shardings": in_shardings, "logical_axis_rules": options.logical_axis_rules, "executor": options.executor,
         "donate_argnums": _positions(function, options.donate), "static_argnums": static_positions,
         "check": _compiler_of(options.check) if runs_once else options.check,
@@ -141,11 +141,6 @@ def search_plan(options: argparse.Namespace) -> int:
 def _compiler_of(checks: Sequence[Check]) -> Check | None:
     """Returns the check of a command that is not of numbers."""
     return next((check for check in checks if check != "numbers"), None)
-
-
-def _key(options: argparse.Namespace) -> int | None:
-    """Returns the seed of the solver; None where it was not given, which a pipeline must not be."""
-    return options.seed if options.seed or not options.pipeline else None
 
 
 def _mesh_and_hardware(options: argparse.Namespace) -> tuple[AbstractMesh | None, Hardware | str | None]:

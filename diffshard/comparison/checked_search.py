@@ -1,7 +1,7 @@
 """A search whose plan a compiler has judged, by Shardy's partitioner or by XLA's compiled programs.
 
 A plan is optimal by the cost model, which knows neither what overlaps nor what a partitioner does. `compile` therefore
-lets several plans compete as programs: the found one under each executor, and those of experts. A memory limit then
+lets several plans compete as programs: the found one under each executor, and those of baselines. A memory limit then
 holds for XLA's number: where no program of the found plan fits, the search gets a limit that is tighter by the excess.
 """
 
@@ -156,12 +156,12 @@ class _CompiledPlans:
     notes: list[str] = field(default_factory=list)
 
     def add_baselines(self, traced_function: TracedFunction) -> None:
-        """Adds the plans of experts, unless the user has given shardings, which these would not keep."""
+        """Adds the plans of baselines, unless the user has given shardings, which these would not keep."""
         call = traced_function.call
         given = [path for path, spec in zip(call.paths, call.given, strict=True) if spec is not None]
         if given:
             more = f" and {format_count(len(given) - 1, 'more argument')}" if len(given) > 1 else ""
-            self.notes.append(f"{given[0]}{more}: no expert's plan takes part, because shardings are given.")
+            self.notes.append(f"{given[0]}{more}: no baseline's plan takes part, because shardings are given.")
             return
         plans = plans_of_baselines(replace(self.options, executor="propagation"), traced_function)
         for name, plan in plans.items():
@@ -171,7 +171,7 @@ class _CompiledPlans:
         self.notes += [f"{name} is left out: {reason}" for name, reason in plans.left_out.items()]
 
     def add_found(self, name: str, found: Plan, traced_function: TracedFunction, space: ShardingSpace) -> float:
-        """Compiles a found plan under each executor, and experts' plans that were not compiled yet.
+        """Compiles a found plan under each executor, and baselines' plans that were not compiled yet.
 
         Returns:
           Bytes by which the smallest program of the found plan exceeds the memory limit; 0 or less if one fits.
@@ -228,7 +228,7 @@ class _CompiledPlans:
         bound_s = min(found.lower_bound_s, plan.step_s)
         return replace(
             plan,
-            # An expert's own bound is one for plans with its shardings only.
+            # A baseline's own bound is one for plans with its shardings only.
             lower_bound_s=bound_s,
             status=found.status,
             history=found.history,

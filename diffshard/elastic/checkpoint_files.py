@@ -45,7 +45,7 @@ def saved_steps(directory: str) -> list[int]:
 
 
 def is_checkpoint(folder: str) -> bool:
-    """Tells whether a folder has, or has had, a checkpoint."""
+    """Returns whether a folder has, or has had, a checkpoint."""
     return any(os.path.exists(os.path.join(folder, name)) for name in _MARKS)
 
 

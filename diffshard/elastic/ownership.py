@@ -94,7 +94,7 @@ class Ownership:
 
     @property
     def is_lost(self) -> bool:
-        """Tells whether another job has taken the directory meanwhile."""
+        """Whether another job has taken the directory meanwhile."""
         return not _has_token(self._path, self._token)
 
     def check(self) -> None:
@@ -158,7 +158,7 @@ def _has_token(path: str, token: str) -> bool:
 
 
 def _is_alive(owner: Owner, own: Owner, path: str) -> bool:
-    """Tells whether the owner of a directory still runs; of one on another machine that takes `PATIENCE_S` at most."""
+    """Returns whether the owner of a directory still runs; for another machine that takes at most `PATIENCE_S`."""
     if owner.machine and owner.machine == own.machine:
         return bool(owner.start) and _start_of(owner.pid) == owner.start
     touched = _touched_at(path)

@@ -6,7 +6,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -31,6 +31,32 @@ from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.request import PlanRequest
 
 
+@overload
+def resume(
+    directory: str | os.PathLike[str],
+    fn: Callable[..., Any],
+    mesh: Mesh,
+    init: Callable[[], Any],
+    *args: Any,
+    save_interval_steps: int = 1,
+    max_to_keep: int = 3,
+    **options: Any,
+) -> Training[Plan]: ...
+
+
+@overload
+def resume(
+    directory: str | os.PathLike[str],
+    fn: Callable[..., Any],
+    mesh: Cluster,
+    init: Callable[[], Any],
+    *args: Any,
+    save_interval_steps: int = 1,
+    max_to_keep: int = 3,
+    **options: Any,
+) -> Training[PipelinePlan]: ...
+
+
 def resume(
     directory: str | os.PathLike[str],
     fn: Callable[..., Any],
@@ -40,7 +66,7 @@ def resume(
     save_interval_steps: int = 1,
     max_to_keep: int = 3,
     **options: Any,
-) -> Training:
+) -> Training[Plan] | Training[PipelinePlan]:
     """Plans a training step for a mesh and finds the state to go on from; the first start and every later one alike.
 
     >>> with diffshard.resume("checkpoints", train_step, mesh, init, batch_shapes, save_interval_steps=100) as training:
@@ -107,18 +133,8 @@ def resume(
             if ownership is not None:
                 ownership.release()
             raise
-    return Training(
-        step,
-        plan,
-        shardings,
-        mesh,
-        fresh_state,
-        checkpoint,
-        directory,
-        ownership,
-        save_interval_steps,
-        max_to_keep,
-    )
+    of_files = fresh_state, checkpoint, directory, ownership, save_interval_steps, max_to_keep
+    return Training(step, plan, shardings, mesh, *of_files)  # pyright: ignore[reportArgumentType]  # of one kind
 
 
 def take_over(directory: str, processes: Processes) -> Checkpoint | None:

@@ -4,7 +4,7 @@ import functools
 import json
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -24,11 +24,12 @@ from diffshard.sharding_search.numbers_check import as_one_array
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
 
+PlanT = TypeVar("PlanT", Plan, PipelinePlan)
 STATE = "state"
 """What the state is called in checkpoints and messages, whatever the function calls its argument."""
 
 
-class Training:
+class Training(Generic[PlanT]):
     """A planned training step with checkpoints; made by `diffshard.resume`. It is told what is saved, and so mutable.
 
     As a context manager it waits at its end until the last checkpoint is written.
@@ -43,7 +44,7 @@ class Training:
     def __init__(
         self,
         step: PlannedFunction[Plan] | PipelinedFunction[PipelinePlan],
-        plan: Plan | PipelinePlan,
+        plan: PlanT,
         shardings: Sequence[NamedSharding],
         mesh: Mesh,
         fresh_state: FreshState,
@@ -174,7 +175,7 @@ class Training:
             if self._ownership is not None:
                 self._ownership.release()
 
-    def __enter__(self) -> "Training":
+    def __enter__(self) -> "Training[PlanT]":
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -12,9 +12,10 @@ from cost.expert_groups import Group
 from cost.number_ranges import Amount, Index
 from diffshard.base import PlanError
 from diffshard.experts.layout import ExpertLayout
-from diffshard.plans.certificate import Certified, History, check_certificate, relative_gap
-from diffshard.plans.documents import EXPERT_ASSIGNMENT, EXPERT_GROUPS, RecordFile, Saved
+from diffshard.plans.certificate import History, check_certificate, relative_gap
+from diffshard.plans.documents import EXPERT_ASSIGNMENT, EXPERT_GROUPS, RecordFile
 from diffshard.plans.formats import format_count, format_s, format_table
+from diffshard.plans.plan_record import PlanRecord
 
 PROVEN_GAP = 1e-5
 """The relative gap up to which a plan is called optimal; the tolerances of HiGHS leave less than this."""
@@ -22,7 +23,7 @@ _TOLERANCE = 1e-9  # relative: the rounding of sums
 
 
 @dataclass(frozen=True)
-class ExpertAssignment(Certified, Saved):
+class ExpertAssignment(PlanRecord):
     """Which worker holds each expert. Made by `diffshard.experts.assign_experts`; `print` shows it.
 
     Attributes:
@@ -91,7 +92,7 @@ class ExpertAssignment(Certified, Saved):
 
 
 @dataclass(frozen=True)
-class GroupPlan(Certified, Saved):
+class GroupPlan(PlanRecord):
     """Which workers form expert-parallel groups. Made by `diffshard.experts.group_experts`; `print` shows it.
 
     Attributes:
@@ -131,7 +132,7 @@ class GroupPlan(Certified, Saved):
 
     @property
     def is_rectangular(self) -> bool:
-        """Tells whether the n-th workers of all groups hold the same experts, so that groups are rows of a mesh."""
+        """Whether the n-th workers of all groups hold the same experts, so that groups are rows of a mesh."""
         places = {
             tuple(group.index(worker) for worker in holders)
             for group, holders in zip(self.groups, self.expert_workers, strict=True)

@@ -9,7 +9,8 @@ The page also shows the plan by `layers.py`, which layer runs when and what is s
 and its memory by `memory.py`. Small sections, such as advice, are in `sections.py`. `file.py` saves and loads plans as
 JSON. `comparison.py` has plans beside the programs that XLA makes of them, and `lanes.py` what these do when.
 
-All kinds of plans share `certificate.py`, which says how good a plan is known to be, `documents.py` for their files,
+All kinds of plans share `certificate.py`, which says how good a plan is known to be, `plan_record.py`, the protocol of
+those that are one record, `documents.py` for their files,
 `formats.py` for quantities and tables, `page_elements.py` for the parts and the style of a page, and `drawings.py` for
 curves and dots.
 """

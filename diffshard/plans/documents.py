@@ -11,7 +11,7 @@ import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from cost.base import Link
 from diffshard.base import PlanError
@@ -214,27 +214,3 @@ class RecordFile:
     def load(self, path: str | os.PathLike[str], record: type[_T]) -> _T:
         """Reads a record back; raises as `read` and `from_json`."""
         return self.from_json(read(path), os.fspath(path), record)
-
-
-class Saved:
-    """A plan that has a file of a kind of its own, with its fields."""
-
-    _file: ClassVar[RecordFile]
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON; the file is replaced whole or not at all.
-
-        Raises:
-          OSError: the file cannot be written.
-        """
-        self._file.save(self, path)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Reads a plan that `save` wrote.
-
-        Raises:
-          PlanError: the file is no such plan, is damaged, or is of another version.
-          OSError: the file cannot be read.
-        """
-        return cls._file.load(path, cls)

@@ -31,7 +31,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def is_shown(num_bytes: float) -> bool:
-    """Tells whether bytes are not written as `0 B`; rows of nothing are left out."""
+    """Returns whether bytes are not written as `0 B`; rows of nothing are left out."""
     return num_bytes > 0.5
 
 

@@ -61,7 +61,7 @@ def advice_of(request: PlanRequest, plan: Plan, deadline: Deadline) -> tuple[Adv
       deadline: of the search for it; advice that takes a search of its own has what is left.
     """
     advice = list(_of_whole_work(plan))
-    if plan.logical_axis_rules == request.options.logical_axis_rules:  # else an expert's, of another traced function
+    if plan.logical_axis_rules == request.options.logical_axis_rules:  # else a baseline's, of another traced function
         if request.options.candidates:
             request = request.on(request.options.candidate_with(plan.mesh_axes))
         advice += _of_choice(request, plan, deadline)

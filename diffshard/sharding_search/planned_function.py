@@ -212,7 +212,7 @@ class PlannedFunction(Generic[PlanT]):
         if options.candidates:  # the first plan chooses the mesh: state that lives there is not moved by later plans
             request = request.on(options.candidate_with(plan.mesh_axes))
             self.options = options = request.options
-        if plan.logical_axis_rules != options.logical_axis_rules:  # an expert's plan was found to be the best
+        if plan.logical_axis_rules != options.logical_axis_rules:  # a baseline's plan was found to be the best
             options = replace(options, logical_axis_rules=plan.logical_axis_rules)
             request = request.of_function(options, trace_call(options, call))
         traced_function, space = request.with_recomputed(plan.recomputed, plan.offloaded)[1:3]

@@ -16,7 +16,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from diffshard.base import PlanError
-from diffshard.plans.documents import TABLES, RecordFile, Saved
+from diffshard.plans.documents import TABLES, RecordFile
+from diffshard.plans.plan_record import PlanRecord
 from diffshard.sharding_search.options import with_automatic_axes
 from diffshard.tables import checks
 from diffshard.tables.arrays import TableArrays, random_hosts, shapes_of, to_numbers, to_tables
@@ -31,7 +32,7 @@ _EPSILON = 1e-8  # of Adagrad, as in FBGEMM
 
 
 @dataclass(frozen=True)
-class TablePlan(TablePlanData, Saved):
+class TablePlan(TablePlanData, PlanRecord):
     """Where embedding tables are on devices. Made by `diffshard.tables.shard_tables`; `print` shows it.
 
     Its fields are those of `TablePlanData`.

@@ -20,6 +20,7 @@ from diffshard.pipelines.cutting import uncut_step
 from diffshard.pipelines.decisions import ChosenPipeline
 from diffshard.pipelines.options import PipelineOptions, donated_arrays
 from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_pipeline, with_bound
+from diffshard.pipelines.plans.base import PipelinePlanData
 from diffshard.pipelines.plans.consistency import simulated
 from diffshard.pipelines.replica_search import choose_replicas, replicas_bound_s
 from diffshard.pipelines.replicated_pipeline import planned_replicas
@@ -108,7 +109,7 @@ def _replicas_and_even_splits(
     if best is None:
         rows.append(["replicas", "fit not", "", "", "", "", ""])
     else:
-        plan = planned_replicas(asked, search, best, without, Processes((0,))).plan
+        plan = planned_replicas(asked, search, best, without.plan, Processes((0,))).plan
         plan = with_bound(plan, min(without.plan.lower_bound_s, replicas_bound_s(search)))
         own_s = time.process_time() - begin_s
         rows.append(["replicas", *_numbers(plan), _words(plan), f"{own_s:.0f}"])
@@ -134,11 +135,11 @@ def _replicas_and_even_splits(
     return rows
 
 
-def _numbers(plan: diffshard.PipelinePlan) -> tuple[str, ...]:
+def _numbers(plan: PipelinePlanData) -> tuple[str, ...]:
     return f"{plan.step_s:.3f}", f"{plan.lower_bound_s:.3f}", f"{plan.gap:.1%}", f"{plan.bubble:.1%}"
 
 
-def _words(plan: diffshard.PipelinePlan) -> str:
+def _words(plan: PipelinePlanData) -> str:
     replicas = [(plan.main_microbatches, plan.stages, "")]
     replicas += [
         (r.num_microbatches, r.stages, f" (weights {r.weights_s:.3f} s, sums {r.sums_s:.3f} s)") for r in plan.replicas

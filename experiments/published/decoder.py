@@ -26,7 +26,7 @@ Remat = Literal["none", "full", "products", "products and attention", "projectio
 results as well; then all but the products with attention's four weights, and all but those with three of them."""
 Layer = Mapping[str, jax.Array]
 
-_CONTEXT, _QUERY_KEY_VALUE, _OUT = "context", "query, key or value", "out"
+CONTEXT, _QUERY_KEY_VALUE, _OUT = "context", "query, key or value", "out"
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def loss_function(
             mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
         else:
             mixed = attend_by_scores(query, key, value)
-        mixed = checkpoint_name(kept(mixed, None, tensor, None), _CONTEXT)
+        mixed = checkpoint_name(kept(mixed, None, tensor, None), CONTEXT)
         return checkpoint_name(jnp.einsum("blhd,hdm->blm", mixed, w["out"]), _OUT)
 
     def feed_forward(x: jax.Array, w: Layer) -> jax.Array:
@@ -189,17 +189,17 @@ def loss_function(
 
     def layer(x: jax.Array, weights: Layer) -> tuple[jax.Array, None]:
         w = {name: weight.astype(jnp.bfloat16) for name, weight in weights.items()}
-        x = kept(x + attend(_normed(x, w["attention_norm"], sizes), w), sequence, None)
+        x = kept(x + attend(normed(x, w["attention_norm"], is_gated=sizes.gated), w), sequence, None)
         widen = mixture if sizes.experts else feed_forward
-        return kept(x + widen(_normed(x, w["feed_forward_norm"], sizes), w), sequence, None), None
+        return kept(x + widen(normed(x, w["feed_forward_norm"], is_gated=sizes.gated), w), sequence, None), None
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         x = params["embedding"].astype(jnp.bfloat16)[tokens[:, :-1]]
         if not sizes.gated:
             x = x + params["positions"].astype(jnp.bfloat16)
         unroll = sizes.layers if is_unrolled else 1
-        x, _ = lax.scan(_rematerialised(layer, remat), kept(x, sequence, None), params["layers"], unroll=unroll)
-        x = _normed(x, params["final_norm"].astype(jnp.bfloat16), sizes)
+        x, _ = lax.scan(rematerialised(layer, remat), kept(x, sequence, None), params["layers"], unroll=unroll)
+        x = normed(x, params["final_norm"].astype(jnp.bfloat16), is_gated=sizes.gated)
         head = params["embedding"].T if sizes.tied else params["head"]
         logits = kept(x @ head.astype(jnp.bfloat16), None, tensor).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
@@ -259,12 +259,12 @@ def abstract_state(sizes: Sizes) -> Any:
     return params, jax.eval_shape(optax.adamw(1e-4).init, params)
 
 
-def _normed(x: jax.Array, scale: jax.Array, sizes: Sizes) -> jax.Array:
+def normed(x: jax.Array, scale: jax.Array, *, is_gated: bool) -> jax.Array:
     """Normalises features: by their root mean square where the decoder is gated, else by mean and variance.
 
     What is kept for the backward pass is the operand alone, as with the fused kernels of the runs' frameworks.
     """
-    return jax.checkpoint(lambda x, scale: _normalised(x, sizes.gated) * scale)(x, scale)
+    return jax.checkpoint(lambda x, scale: _normalised(x, is_gated) * scale)(x, scale)
 
 
 def _normalised(x: jax.Array, gated: bool) -> jax.Array:
@@ -275,7 +275,8 @@ def _normalised(x: jax.Array, gated: bool) -> jax.Array:
     return wide.astype(x.dtype)
 
 
-def _rematerialised(layer: Any, remat: Remat) -> Any:
+def rematerialised(layer: Any, remat: Remat) -> Any:
+    """Returns a layer whose backward pass computes again what `remat` says."""
     policies = jax.checkpoint_policies
     match remat:
         case "none":
@@ -286,7 +287,7 @@ def _rematerialised(layer: Any, remat: Remat) -> Any:
             return jax.checkpoint(layer, prevent_cse=False, policy=policies.dots_with_no_batch_dims_saveable)
         case "products and attention":
             policy = policies.save_from_both_policies(
-                policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(_CONTEXT)
+                policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(CONTEXT)
             )
             return jax.checkpoint(layer, prevent_cse=False, policy=policy)
         case "projections":

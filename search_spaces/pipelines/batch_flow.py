@@ -267,7 +267,7 @@ class _Tracer:
             self.put(value, inside)
 
     def _is_zero(self, operand: Operand) -> bool:
-        """Tells whether an operand is known to be zero everywhere, as gradients are at first."""
+        """Returns whether an operand is known to be zero everywhere, as gradients are at first."""
         while isinstance(operand, Value):
             vertex = self.graph.vertices[operand.vertex]
             if vertex.primitive not in ("broadcast_in_dim", "convert_element_type", "copy"):
@@ -294,7 +294,7 @@ class _Tracer:
 
 
 def is_gradient(vertex: Vertex) -> bool:
-    """Tells whether an operation belongs to a backward pass."""
+    """Returns whether an operation belongs to a backward pass."""
     return vertex.equation is not None and is_transposed(vertex.equation)
 
 

@@ -73,7 +73,7 @@ def inner_size(rule: Rule, dims: Sequence[int]) -> int:
 
 
 def splits_groups(vertex: Vertex, strategy: ShardingStrategy) -> bool:
-    """Tells whether a convolution's groups are split, which lie one after the other, as micro-batches do not."""
+    """Returns whether a convolution's groups are split, which lie one after the other, as micro-batches do not."""
     if vertex.primitive != "conv_general_dilated" or vertex.equation is None:
         return False
     params = vertex.equation.params
@@ -181,7 +181,7 @@ _LINEAR_IN_FIRST_TWO = frozenset({"dynamic_update_slice", "pad"})
 
 
 def is_linear(vertex: Vertex, states: Sequence[State]) -> bool:
-    """Tells whether an operation is linear in the operands that are parts of sums."""
+    """Returns whether an operation is linear in the operands that are parts of sums."""
     name, partial = vertex.primitive, [i for i, state in enumerate(states) if state != "whole"]
     if not _has_linear_numbers(vertex, partial):
         return False
@@ -210,7 +210,7 @@ def counted_operands(vertex: Vertex, states: Sequence[State]) -> set[int]:
 
 
 def _has_linear_numbers(vertex: Vertex, partial: Sequence[int]) -> bool:
-    """Tells whether types and parameters leave an operation linear: nothing is rounded to integers or out of range.
+    """Returns whether types and parameters leave an operation linear: nothing is rounded to integers or out of range.
 
     A gather that fills what is out of bounds would add its fill once for each micro-batch.
     """
@@ -231,7 +231,7 @@ def _has_linear_numbers(vertex: Vertex, partial: Sequence[int]) -> bool:
 
 
 def _keeps_sums(source: Any, target: Any) -> bool:
-    """Tells whether converting the parts of a sum is, but for rounding, converting the sum."""
+    """Returns whether converting the parts of a sum is, but for rounding, converting the sum."""
     if target == jnp.bool:
         return False
     if jnp.issubdtype(source, jnp.integer):

@@ -60,7 +60,7 @@ def cut_candidates(parts: StepParts) -> list[CutCandidate]:
 
 
 def is_scan_over_layers(equation: core.JaxprEqn, stacked: set[core.Var]) -> bool:
-    """Tells whether an equation is a scan that reads stacked parameters slice by slice.
+    """Returns whether an equation is a scan that reads stacked parameters slice by slice.
 
     Args:
       equation: any.

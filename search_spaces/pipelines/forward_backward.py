@@ -81,7 +81,7 @@ def places(jaxpr: core.Jaxpr, parameters: Collection[core.Var]) -> list[Place]:
 
 
 def is_transposed(equation: core.JaxprEqn) -> bool:
-    """Tells whether reverse-mode differentiation made an equation: JAX says so in its name stack."""
+    """Returns whether reverse-mode differentiation made an equation: JAX says so in its name stack."""
     return "transpose(" in str(equation.source_info.name_stack)
 
 
@@ -92,7 +92,7 @@ def num_bytes(aval: Any) -> int:
 
 
 def _is_expensive(equation: core.JaxprEqn) -> bool:
-    """Tells whether an equation has products inside, so that it is better computed once."""
+    """Returns whether an equation has products inside, so that it is better computed once."""
     if equation.primitive.name in CONTRACTIONS:
         return True
     return any(any(_is_expensive(inner) for inner in jaxpr.eqns) for jaxpr in core.jaxprs_in_params(equation.params))

@@ -175,7 +175,7 @@ def _of_all_groups(axis_size: int, in_batched: list[bool], arrays: Any, groups: 
 
 
 def _is_number(equation: core.JaxprEqn, of_numbers: Sequence[bool]) -> bool:
-    """Tells whether an equation makes the number of the part again, as an index that counts from the front."""
+    """Returns whether an equation makes the number of the part again, as an index that counts from the front."""
     if equation.primitive.name == "select_n" and len(of_numbers) == 3:  # select_n(number < 0, number, number + size)
         return of_numbers[1]
     return equation.primitive.name in ("convert_element_type", "copy") and of_numbers[0]

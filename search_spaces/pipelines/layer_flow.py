@@ -245,7 +245,7 @@ def _operation_on(
 
 
 def _runs_on_part(equation: core.JaxprEqn, operation: PartedOperation) -> bool:
-    """Tells whether an operation can be bound for a part of the layers, with results of the right shapes."""
+    """Returns whether an operation can be bound for a part of the layers, with results of the right shapes."""
 
     def part(variable: Any, dim: int | None) -> Any:
         shape = shape_of(variable.aval)

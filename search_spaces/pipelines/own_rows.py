@@ -55,7 +55,7 @@ def _traced_again(program: core.ClosedJaxpr, run: Callable[..., Any]) -> core.Cl
 
 
 def _names_several(jaxpr: Any) -> bool:
-    """Tells whether some gather or scatter of a jaxpr, or inside of it, has indices of several dimensions."""
+    """Returns whether some gather or scatter of a jaxpr, or inside of it, has indices of several dimensions."""
     for equation in jaxpr.eqns:
         names = _names_of(equation)
         if names is not None and len(getattr(equation.params["dimension_numbers"], names.index_map)) > 1:

@@ -134,7 +134,7 @@ class _Recomputation:
         return replace(staged, programs=programs, avals=avals, makers=makers, readers=readers)
 
     def _is_read_elsewhere(self, key: Key) -> bool:
-        """Tells whether a residual is also a result of the step, or some other program reads it."""
+        """Returns whether a residual is also a result of the step, or some other program reads it."""
         own = (self.forward.label, self.backward.label)
         others = [program for label, program in self.staged.programs.items() if label not in own]
         outputs = [output for output in self.staged.outputs if not isinstance(output, core.Literal)]

@@ -209,7 +209,7 @@ def residuals_of(staged: StagedStep, stage: int) -> list[Key]:
 
 
 def can_be_offloaded(staged: StagedStep, key: Key) -> bool:
-    """Tells whether an array may wait in the memory of the host: numbers of at least one dimension, no random keys."""
+    """Returns whether an array may wait in memory of the host: numbers of at least one dimension, no random keys."""
     aval = staged.avals[key]
     return bool(aval.shape) and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 

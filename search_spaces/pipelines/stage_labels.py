@@ -264,7 +264,7 @@ class LabelledStep:
         return [reader for key in equation.makes for reader in self._readers.get(key, ())]
 
     def _is_at_hand(self, key: Key, at_hand: set[Key]) -> bool:
-        """Tells whether every stage can have an array without waiting for another."""
+        """Returns whether every stage can have an array without waiting for another."""
         maker = self.maker.get(key)
         return key in at_hand or (key not in self.sums and (maker is None or maker.part == "before"))
 

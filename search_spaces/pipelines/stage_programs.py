@@ -231,7 +231,7 @@ def _live_equations(step: LabelledStep) -> list[StageEquation]:
 
 
 def _is_copied(equation: StageEquation, label: Label) -> bool:
-    """Tells whether a program has an equation for itself that belongs to no program."""
+    """Returns whether a program has an equation for itself that belongs to no program."""
     if equation.label is not None:
         return False
     if equation.part == "before" and label.kind == "finish":

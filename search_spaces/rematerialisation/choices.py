@@ -148,7 +148,7 @@ class Network(Choices):
 
 
 def can_run_again(step: Step) -> bool:
-    """Tells whether a step of the forward pass may run a second time: it has no effects and a known length."""
+    """Returns whether a step of the forward pass may run a second time: it has no effects and a known length."""
     if isinstance(step, Region):
         return step.equation.primitive.name in _REGIONS and not step.equation.effects
     return step.kind == "operation" and step.equation is not None and not step.equation.effects

@@ -85,7 +85,7 @@ def results_of(step: Step) -> list[Value]:
 
 
 def is_backward(graph: Graph, step: Step) -> bool:
-    """Tells whether a step belongs to a backward pass."""
+    """Returns whether a step belongs to a backward pass."""
     if isinstance(step, Vertex):
         return _BACKWARD in step.scope
     if step.equation.primitive.name in REMAT or not step.results:
@@ -128,7 +128,7 @@ def _passes_of_block(graph: Graph, block: Block, ends: set[int], around: Region 
 
 
 def _computes(step: Step) -> bool:
-    """Tells whether a step makes a backward pass: a transposition, say, may also follow a loop that has the pass."""
+    """Returns whether a step makes a backward pass: a transposition, say, may also follow a loop that has the pass."""
     return isinstance(step, Region) or is_contraction(step)
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -22,8 +24,8 @@ from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy
 from search_spaces.sharding.coded_sums import coded_sum, finish_sum
 from search_spaces.sharding.codes import FORMATS as CODES
 from search_spaces.sharding.given import rank_of
-from search_spaces.sharding.graph import Graph, Value, Vertex
-from search_spaces.sharding.interpreter import GraphInterpreter, Keeping, ReadOperand
+from search_spaces.sharding.graph import Graph, Value, Vertex, follows_contraction
+from search_spaces.sharding.interpreter import Flow, GraphInterpreter, Keeping, ReadOperand
 from search_spaces.sharding.kept_codes import LateReads
 from search_spaces.sharding.local_blocks import Blocks, context_of_blocks
 from search_spaces.sharding.local_operations import LocalCall, combiner, run_local, unpadded, untyped_parameters
@@ -58,6 +60,7 @@ class DeviceProgram:
     ):
         self.graph, self.layout, self.mesh, self.path = graph, layout, mesh, path
         self.schedule, self.keeping = schedule, Keeping(self.keep, self.kept, late)
+        self.follows_contraction = follows_contraction(graph)
         self.blocks = Blocks(tuple(mesh.axis_names), tuple(mesh.shape[name] for name in mesh.axis_names))
         # Asked here, because within the mapping over the mesh an opaque operation could not be traced by itself.
         whole = whole_operations(graph, layout.strategies, self.blocks.axis_sizes)
@@ -66,9 +69,8 @@ class DeviceProgram:
     def __call__(self, *arguments: Any) -> list[Any]:
         """Runs the function; returns its flat results."""
         constants = [self.layout.strategies[v.index].unreduced[0] for v in self.graph.constants]
-        run = GraphInterpreter(
-            self.graph, self.layout, self.path, self, self.schedule, encode=self.encode, keeping=self.keeping
-        )
+        flow = Flow(lay_out=self.lay_out)
+        run = GraphInterpreter(self.graph, self.layout, self.path, self, self.schedule, flow, self.encode, self.keeping)
         program = jax.shard_map(
             lambda *blocks: run(blocks[: len(arguments)], blocks[len(arguments) :]),
             mesh=self.mesh,
@@ -87,7 +89,11 @@ class DeviceProgram:
         """Runs the collective of each step."""
         if isinstance(array, Codes):
             return array._replace(codes=self.blocks.reshard(array.codes, value.shape, source, steps))
-        return self.blocks.reshard(array, value.shape, source, steps)
+        block = self.blocks.reshard(array, value.shape, source, steps)
+        # XLA leaves the result of an all-to-all as it arrives, and all that is added to it lies so as well: without
+        # this, the embeddings of a batch would decide how the residual stream of all layers lies.
+        is_embedding = not self.follows_contraction[value.vertex] and any(step.kind == "all_to_all" for step in steps)
+        return self.lay_out(block) if is_embedding and self.schedule.pauses else block
 
     def fix(self, array: Any, value: Value, spec: IndexedSpec) -> Any:
         """Returns the block as it is: its spec is known."""
@@ -164,6 +170,13 @@ class DeviceProgram:
     def _slice(self, array: Any, value: Value, spec: IndexedSpec) -> Any:
         whole = replicated_spec(len(value.shape))
         return self.blocks.reshard(array, value.shape, whole, self.path(whole, spec)) if value.shape else array
+
+    def lay_out(self, array: Any, major: int = 0) -> Any:
+        """Constrains how a block lies in memory: one dimension is the slowest, and the others follow in their order."""
+        if array.ndim < 2:
+            return array
+        order = (major, *(dim for dim in range(array.ndim) if dim != major))
+        return with_layout_constraint(array, MemoryLayout(major_to_minor=order))
 
     def context_of(self, equation: core.JaxprEqn) -> AbstractContextManager[None]:
         """Restores the source line, name scope, random numbers and place of an equation, but not its mesh."""

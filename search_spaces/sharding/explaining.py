@@ -164,13 +164,14 @@ def _transfers(
         node: int,
         reader: int | None = None,
         whole_bytes: float | None = None,
+        exposed: float | None = None,
     ) -> None:
         read_by = first_reader[value.id] if reader is None else reader
         whole_bytes = value.num_bytes if whole_bytes is None else whole_bytes
         for step in steps:
             if step.kind != "slice" and costs.axis_sizes[step.axis] > 1:
                 link_s = weight * reshard_costs.step_s(step, whole_bytes, costs.shares.latency(value))
-                seconds = costs.shares.exposed(value) * link_s
+                seconds = (costs.shares.exposed(value) if exposed is None else exposed) * link_s
                 size = step.fraction * whole_bytes
                 ends = value.vertex, read_by
                 transfers.append(
@@ -180,7 +181,8 @@ def _transfers(
     for vertex, strategy in strategies:
         for i, value in enumerate(vertex.results):
             steps, _ = finished_steps(reshard_costs.path, value, strategy, i)
-            add(steps, value, vertex.reduction_weight, vertex.index, vertex.index)
+            exposed = costs.exposed(value, strategy)
+            add(steps, value, vertex.reduction_weight, vertex.index, vertex.index, exposed=exposed)
         for collective, link_s, waited_s in costs.own_collectives(vertex, strategy):
             seconds = vertex.weight * waited_s, vertex.weight * link_s
             kind, axis, num_bytes, count, _ = collective

@@ -44,9 +44,8 @@ def _most_gain_of_sum_s(space: ShardingSpace, coded: Coded) -> float:
     exposed, gains = costs.shares.exposed(vertex.results[0]), [0.0]
     for strategy in space.nodes[coded.vertex].strategies:
         if strategy.sent_in == coded.format and not strategy.format:
-            waited_s = costs.reduction_s(vertex, strategy._replace(sent_in="")) - costs.reduction_s(vertex, strategy)
-            coding_s = costs.finish_s(vertex, strategy) - costs.reduction_s(vertex, strategy)
-            gains.append((waited_s / exposed if exposed else 0.0) - coding_s)
+            exact_s = costs.reduction_s(vertex, strategy._replace(sent_in=""))
+            gains.append((exact_s / exposed if exposed else 0.0) - costs.finish_s(vertex, strategy))
     return max(gains)
 
 

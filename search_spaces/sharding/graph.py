@@ -4,7 +4,7 @@ The equations of a jaxpr are flat for the search and nested as they run for the 
 loops, branches and rematerialised regions stay regions; for the search their equations are vertices.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -205,20 +205,34 @@ def is_contraction(vertex: Vertex) -> bool:
     return vertex.primitive in CONTRACTIONS
 
 
-def follows_contraction(graph: Graph) -> np.ndarray:
-    """Returns for each vertex whether it is a contraction or depends on one, `[vertices]`."""
-    follows = np.zeros(len(graph.vertices), bool)
-    for vertex in graph.vertices:
-        follows[vertex.index] = is_contraction(vertex) or any(
-            follows[o.vertex] for o in vertex.operands if isinstance(o, Value)
-        )
+def follows_contraction(graph: Graph, carried: Collection[int] = ()) -> np.ndarray:
+    """Returns for each vertex whether it is a contraction or depends on one, `[vertices]`.
+
+    Args:
+      graph: the traced function.
+      carried: indices of carries that also depend on what the trip before has made.
+    """
+    follows, count = np.zeros(len(graph.vertices), bool), -1
+    while count < (count := int(follows.sum())):  # what a carry depends on comes after it
+        for vertex in graph.vertices:
+            is_closed = vertex.kind == "carry" and vertex.index not in carried
+            operands = vertex.operands[:1] if is_closed else vertex.operands
+            follows[vertex.index] |= is_contraction(vertex) or any(
+                follows[o.vertex] for o in operands if isinstance(o, Value)
+            )
     return follows
 
 
-def leads_to_contraction(graph: Graph) -> np.ndarray:
-    """Returns for each vertex whether a contraction depends on it, `[vertices]`."""
+def leads_to_contraction(graph: Graph, carried: Collection[int] = ()) -> np.ndarray:
+    """Returns for each vertex whether a contraction depends on it, `[vertices]`.
+
+    Args:
+      graph: the traced function.
+      carried: indices of carries on which a contraction of the next trip depends.
+    """
     consumers = graph.consumers()
     leads = np.zeros(len(graph.vertices), bool)
+    leads[list(carried)] = True
     for vertex in reversed(graph.vertices):
         for value in vertex.results:
             for reader, _ in consumers[value.id]:

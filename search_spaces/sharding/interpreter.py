@@ -17,7 +17,7 @@ from jax.extend import core
 
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.replay import REMAT, scan_again
-from search_spaces.sharding.base import Layout, ReshardStep
+from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy
 from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex
 from search_spaces.sharding.kept_codes import LateReads
 from search_spaces.sharding.messages import is_message_coded
@@ -63,16 +63,23 @@ class Arrays(Protocol):
         ...
 
 
+def _as_it_lies(array: Any, major: int = 0) -> Any:
+    del major
+    return array
+
+
 class Flow(NamedTuple):
     """What orders an interpreter's work: barriers, loops and branches, with the signatures of those in `jax.lax`.
 
-    A player of the program's timeline has its own; see `program_steps.py`.
+    A player of the program's timeline has its own; see `program_steps.py`. `lay_out(array, dimension)` says how an
+    array lies in memory: the dimension, by default the first, is the slowest, and the others are in order.
     """
 
     barrier: Callable[[list[Any]], Sequence[Any]] = jax.lax.optimization_barrier
     scan: Callable[..., tuple[Any, Any]] = scan_again
     while_loop: Callable[..., Any] = jax.lax.while_loop
     switch: Callable[..., Any] = jax.lax.switch
+    lay_out: Callable[..., Any] = _as_it_lies
 
 
 class Keeping(NamedTuple):
@@ -232,7 +239,8 @@ class GraphInterpreter:
 
         results = self.arrays.operate(vertex, read)
         if vertex.index in self.schedule.late_reductions:
-            env.maps[-1][vertex] = results
+            scattered = _scattered_dimension(self.layout.strategies[vertex.index])
+            env.maps[-1][vertex] = [self.flow.lay_out(array, scattered) for array in results]
         else:
             self._finish(env, vertex, results)
 
@@ -243,13 +251,20 @@ class GraphInterpreter:
             self._store(env, value, array, spec)
 
     def _pause(self, env: Environment, pause: Pause) -> None:
-        """Joins what must have ended behind one barrier, and starts what may start now."""
+        """Joins what must have ended behind one barrier, and starts what may start now.
+
+        The compiler carries the layout of what it joins neither to what makes it nor to what reads it, so the program
+        says how it lies: partial results as their reduce-scatter wants them, and what is made of a reduced gradient as
+        the state does. Otherwise the compiler copies, the state as well, which it then cannot update in place.
+        """
         keys: dict[Any, None] = dict.fromkeys(v.id for v in pause.values if v.id in env)
         keys.update(dict.fromkeys((*pause.arrivals, *pause.reductions)))
         roots = dict.fromkeys(stage.fetch.root.id for stage in pause.stages if stage.is_first)
         if not keys and not roots:
             return
-        after = self.flow.barrier([env[key] for key in (*keys, *roots)])
+        reduced = {value.id for value in pause.values} & self.schedule.reduced_values
+        arrays = [self.flow.lay_out(env[key]) if key in reduced else env[key] for key in (*keys, *roots)]
+        after = self.flow.barrier(arrays)
         for key, array in zip(keys, after, strict=False):
             next(arrays for arrays in env.maps if key in arrays)[key] = array
         line: Environment = ChainMap(env.maps[-1])
@@ -385,3 +400,10 @@ class GraphInterpreter:
         results = self.flow.switch(index, [branch(i, b) for i, b in enumerate(region.blocks)])
         for join, array in zip(joins, results, strict=True):
             self._enter(env, join, array)
+
+
+def _scattered_dimension(strategy: ShardingStrategy) -> int:
+    """Returns the dimension over which the partial results of an operation are scattered, 0 if they are not."""
+    spec = strategy.unreduced[0]
+    scatters = [step for step in strategy.reductions[0] if step.kind == "reduce_scatter"]
+    return next((d for d, axes in enumerate(scatters[-1].spec) if axes != spec[d]), 0) if scatters else 0

@@ -240,10 +240,18 @@ class NodeCosts:
         """Returns how long a step waits for the collectives that finish a strategy's partial results or gather."""
         seconds = 0.0
         for i, value in enumerate(vertex.results):
-            latency_share, exposed = self.shares.latency(value), self.shares.exposed(value)
+            latency_share, exposed = self.shares.latency(value), self.exposed(value, strategy)
             for step in finished_steps(self.reshard_costs.path, value, strategy, i)[0]:
                 seconds += exposed * self.reshard_costs.step_s(step, value.num_bytes, latency_share)
         return seconds * vertex.reduction_weight
+
+    def exposed(self, value: Value, strategy: ShardingStrategy) -> float:
+        """Returns the part of a reduction's seconds that a step waits for.
+
+        Sums that are sent as codes are waited for: encoding them stands between two collectives, so that neither of
+        these has arithmetic to run beside in compiled programs.
+        """
+        return 1.0 if strategy.sent_in else self.shares.exposed(value)
 
     def _coding_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
         """Returns the seconds of encoding and decoding sums: numbers are read and codes written, or the reverse."""

@@ -14,6 +14,7 @@ from cost.lines import Line
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Rates, ReshardStep
 from search_spaces.sharding.graph import Graph, Value, follows_contraction, leads_to_contraction
+from search_spaces.sharding.loops import bytes_of_trips, carries_waited_for
 from search_spaces.sharding.messages import MAXIMUM_BYTES, maximum_step
 from search_spaces.sharding.resharding import Paths
 
@@ -129,10 +130,11 @@ class CollectiveShares:
     """The parts of a collective's latency and time that count for a value of a graph.
 
     A value that lies between two contractions is an activation or its gradient: its collectives wait for each other and
-    the arithmetic waits for them, so each counts in full. All others, weights and what becomes of their gradients, are
-    combined, so that they share one latency by their bytes; and they have time: a gather can start before the product
-    that reads the weight, a reduction end long after the product that made the gradient. Of these the step waits for a
-    share of their seconds only.
+    the arithmetic waits for them, so each counts in full. So do those of a value between a contraction of one trip of a
+    loop and the first one of the next. All others, weights and what becomes of their gradients, are combined, so that
+    they share one latency by their bytes, in each trip if they are in a loop; and they have time: a gather can start
+    before the product that reads the weight, a reduction end long after the product that made the gradient. Of these
+    the step waits for a share of their seconds only.
 
     Source for what has time: values that derive from parameters alone, and those that lead to outputs alone, as in
     autoparallel's overlap model (github.com/meta-pytorch/autoparallel, pull request 353).
@@ -143,13 +145,18 @@ class CollectiveShares:
     """
 
     def __init__(self, graph: Graph, exposed_share: float = 1.0):
-        self._is_critical = follows_contraction(graph) & leads_to_contraction(graph)
+        carried = carries_waited_for(graph)
+        is_activation = follows_contraction(graph, carried)
+        self._is_critical = is_activation & leads_to_contraction(graph, carried)
         self._stored_bytes = float(max(1, sum(v.results[0].num_bytes for v in graph.inputs)))
+        self._bytes_of_trip = bytes_of_trips(graph, is_activation)
         self._exposed_share = exposed_share
 
     def latency(self, value: Value) -> float:
         """Returns the part of a latency that is the value's own, from 0 to 1."""
-        return 1.0 if self._is_critical[value.vertex] else min(1.0, value.num_bytes / self._stored_bytes)
+        if self._is_critical[value.vertex]:
+            return 1.0
+        return min(1.0, value.num_bytes / self._bytes_of_trip.get(value.vertex, self._stored_bytes))
 
     def exposed(self, value: Value) -> float:
         """Returns the part of a collective's seconds that the step waits for, from 0 to 1."""

@@ -84,6 +84,7 @@ class ProgramSchedule:
       fetches: what a vertex reads as a fetch brings it, by the indices of the vertex and the value.
       late_reductions: indices of vertices whose reduction waits for a pause.
       late_operations: indices of vertices that wait for a pause, or whose results only fetches read.
+      reduced_values: ids of what is left of partial results that wait, in the form in which it passes a barrier.
       bare_inputs: indices of inputs that are not gathered when they come in: everything that reads them has a fetch.
     """
 
@@ -91,4 +92,5 @@ class ProgramSchedule:
     fetches: dict[tuple[int, int], Fetch] = field(default_factory=dict)
     late_reductions: set[int] = field(default_factory=set)
     late_operations: set[int] = field(default_factory=set)
+    reduced_values: set[int] = field(default_factory=set)
     bare_inputs: set[int] = field(default_factory=set)

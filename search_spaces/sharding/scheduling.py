@@ -271,6 +271,7 @@ class _LineScheduler:
         border = self.windows.start[end + 1] if end + 1 < len(self.windows) else None
         if border is not None and (form := self._form_at(value, border)) is not None:
             self.pauses[end + 1].values.append(form)
+            self.schedule.reduced_values.add(form.id)
 
     def _late(self, value: Value, border: int) -> list[Vertex] | None:
         """Returns the cheap operations on a value before a place; None if anything else reads it there."""

@@ -111,7 +111,7 @@ def _of_node(node: Node, node_costs: NodeCosts) -> tuple[np.ndarray, np.ndarray]
     vertex, shares, reshards = node.vertex, node_costs.shares, node_costs.reshard_costs
     for s, strategy in enumerate(node.strategies):
         for i, value in enumerate(vertex.results):
-            exposed = shares.exposed(value)
+            exposed = node_costs.exposed(value, strategy)
             for step in finished_steps(reshards.path, value, strategy, i)[0]:
                 link_s = vertex.reduction_weight * reshards.step_s(step, value.num_bytes, shares.latency(value))
                 sent_s[s, :, step.axis] += _counted(link_s, exposed * link_s)

@@ -138,7 +138,7 @@ def test_estimators_are_held_against_training():
 
 
 def test_overhead_of_a_search_step():
-    alone, searching = bilevel_overhead.main(task.QUICK, 2, [("curvature", 1)])
+    alone, searching = bilevel_overhead.main(task.QUICK, 2)
     assert searching.temporary_bytes > alone.temporary_bytes > 0
     assert min(alone.seconds, searching.seconds) > 0
 

@@ -21,8 +21,10 @@ from experiments.models import (
     encoder_decoder,
     gpt,
     gpt_nnx,
+    masked_encoder,
     mlp,
     moe,
+    parallel_decoder,
     resnet,
     text,
     tied_gpt,
@@ -49,6 +51,8 @@ MODELS = {
     "contrastive": lambda: contrastive.make(batch=8),
     "tied-gpt": lambda: tied_gpt.make(batch=4, **{**SMALL, "key_value_heads": None}),
     "resnet": lambda: resnet.make(width=4, stages=2, image=8, batch=8),
+    "masked-encoder": lambda: masked_encoder.make(batch=8),
+    "parallel-decoder": lambda: parallel_decoder.make(batch=4, hidden=32, **SMALL),
     "dlrm": lambda: dlrm.make(rows=(32, 7), width=4, batch=8),
 }
 
@@ -71,7 +75,7 @@ def test_a_step_keeps_the_states_types_and_lowers_the_loss(name: str):
     assert step._cache_size() == 1
 
 
-@pytest.mark.parametrize("make", [diffusion_transformer.make, contrastive.make])
+@pytest.mark.parametrize("make", [diffusion_transformer.make, contrastive.make, masked_encoder.make])
 def test_the_gradient_reaches_every_parameter(make: Any):
     model = make(batch=8)
     state, batch = arguments(model)
@@ -86,7 +90,7 @@ def test_the_gradient_reaches_every_parameter(make: Any):
         assert np.any(moment), jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("make", [diffusion_transformer.make, contrastive.make])
+@pytest.mark.parametrize("make", [diffusion_transformer.make, contrastive.make, masked_encoder.make])
 def test_a_plan_computes_what_one_device_does(make: Any, monkeypatch: pytest.MonkeyPatch):
     # In bfloat16 an error could not be told from rounding.
     monkeypatch.setattr(jnp, "bfloat16", jnp.float32)

@@ -1,4 +1,4 @@
-"""What experts split: by words, by shapes, by flax's metadata; and the plans that the search completes."""
+"""What baselines split: by words, by shapes, by flax's metadata; and the plans that the search completes."""
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,13 @@ from jax.sharding import PartitionSpec as P
 import diffshard
 from diffshard.baselines.base import Argument, BaselineMesh, DoesNotApplyError, describe_arguments, tensor_splits
 from diffshard.baselines.plans import arguments_of, baseline_mesh_of
-from diffshard.baselines.shardings import EXPERTS
+from diffshard.baselines.shardings import BASELINES
 from diffshard.sharding_search.call import call_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import trace_function
 
 MESH = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-EXPERT_MESH = BaselineMesh({"data": 2, "model": 4}, "model")
+PAPER_MESH = BaselineMesh({"data": 2, "model": 4}, "model")
 OPTIMIZER = optax.adam(1e-3)
 
 
@@ -79,8 +79,8 @@ def test_shapes_decide_where_no_word_is_known():
 
 
 def test_exceptions_come_before_words():
-    experts = {"moe": {"up": shape(8, 64, 256), "gate": shape(64, 8)}}
-    assert split_dimensions(experts, {("moe", "up"): -3, ("gate",): None}) == {"moe/gate": None, "moe/up": -3}
+    baselines = {"moe": {"up": shape(8, 64, 256), "gate": shape(64, 8)}}
+    assert split_dimensions(baselines, {("moe", "up"): -3, ("gate",): None}) == {"moe/gate": None, "moe/up": -3}
 
 
 def test_flax_metadata_come_before_words():
@@ -100,7 +100,7 @@ def test_flax_metadata_come_before_words():
 def test_what_belongs_to_no_batch_is_on_every_device():
     batch = {"tokens": shape(16, 8), "key": jax.random.key(0), "old key": jax.random.PRNGKey(0), "step": shape()}
     arguments = described({"up": shape(8, 32)}, batch)
-    specs = dict(zip([a.path for a in arguments], EXPERTS["fsdp"](arguments, EXPERT_MESH, {}).specs, strict=True))
+    specs = dict(zip([a.path for a in arguments], BASELINES["fsdp"](arguments, PAPER_MESH, {}).specs, strict=True))
     assert specs["weights['tokens']"] == P(("data", "model"), None)
     assert specs["weights['key']"] == specs["weights['step']"] == P()
     assert specs["weights['old key']"] == P(None)
@@ -109,7 +109,7 @@ def test_what_belongs_to_no_batch_is_on_every_device():
 
 def test_a_batch_that_does_not_divide_is_named():
     with pytest.raises(DoesNotApplyError, match="leading dimension of batch, 4, into 8 parts"):
-        EXPERTS["data parallel"]([Argument("batch", ("batch",), (4, 3), False)], EXPERT_MESH, {})
+        BASELINES["data parallel"]([Argument("batch", ("batch",), (4, 3), False)], PAPER_MESH, {})
 
 
 def test_the_inner_axis_has_the_fastest_links():
@@ -139,7 +139,7 @@ def arguments(batch=64):
 
 def test_plans_have_the_experts_shardings_and_run_by_propagation():
     plans = diffshard.baselines.baseline_plans(train_step, MESH, *arguments(), hardware="h100")
-    assert set(plans) == set(EXPERTS) - {"megatron sequence"}
+    assert set(plans) == set(BASELINES) - {"megatron sequence"}
     assert dict(plans.left_out) == {
         "megatron sequence": "The function names no logical axes, so there is no sequence to split."
     }
@@ -175,11 +175,14 @@ def test_experts_that_do_not_apply_are_left_out_with_a_reason():
 
 def test_hybrid_fsdp_splits_state_over_the_inner_axis_and_the_batch_over_all():
     arguments = described({"up": shape(64, 32)}, {"x": shape(16, 8)})
-    assert EXPERTS["hybrid fsdp"](arguments, EXPERT_MESH, {}).specs == (P(("model",), None), P(("data", "model"), None))
+    assert BASELINES["hybrid fsdp"](arguments, PAPER_MESH, {}).specs == (
+        P(("model",), None),
+        P(("data", "model"), None),
+    )
 
 
 def test_hidden_units_come_before_the_sequence():
-    rules = [name for name, _ in EXPERTS["megatron sequence"](described({"up": shape(64, 32)}), EXPERT_MESH, {}).rules]
+    rules = [name for name, _ in BASELINES["megatron sequence"](described({"up": shape(64, 32)}), PAPER_MESH, {}).rules]
     assert rules.index("sequence") > max(rules.index(name) for name in ("heads", "mlp", "vocab"))
 
 
@@ -188,8 +191,8 @@ def test_an_exception_before_the_last_two_dimensions_is_one_of_experts():
     exceptions = {("moe", "up"): -3}
     splits = tensor_splits(arguments, exceptions)
     assert dict(zip(("dense", "moe"), splits, strict=True)) == {"dense": (-1, "hidden"), "moe": (-3, "experts")}
-    # Six experts do not divide among four devices: they stay whole, and so do activations by experts.
-    rules = dict(EXPERTS["megatron"](arguments, EXPERT_MESH, exceptions).rules)
+    # Six baselines do not divide among four devices: they stay whole, and so do activations by baselines.
+    rules = dict(BASELINES["megatron"](arguments, PAPER_MESH, exceptions).rules)
     assert "expert" not in rules
     assert rules["mlp"] == ("model",)
 

@@ -96,12 +96,13 @@ class Reacting(Perturbed):
 
 
 def test_training_runs_the_strategies_of_largest_weight():
-    search = small_search(Reacting(ERRORS, SECONDS))
+    space = Reacting(ERRORS, SECONDS)
+    search = small_search(space)
     state = search.init(KEY, start(), batch_of(0))
     assert [int(row.argmax()) for row in state.logits] == [0, 0]  # it begins with the exact ones
     state = state._replace(logits=[jnp.array([0.0, 0.0, 1.0]), jnp.array([0.0, 1.0])])
     after, metrics = search.update(state, batch_of(0), batch_of(1))
-    loss, slope = jax.value_and_grad(search.space.loss)(start(), batch_of(0), (2, 1), KEY)
+    loss, slope = jax.value_and_grad(space.loss)(start(), batch_of(0), (2, 1), KEY)
     np.testing.assert_allclose(after.params["w"], -0.1 * slope["w"], rtol=1e-5)
     assert float(metrics.train_loss) == pytest.approx(float(loss))
 

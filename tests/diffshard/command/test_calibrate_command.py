@@ -66,7 +66,7 @@ def test_a_changed_file_is_refused(tmp_path):
     path.write_text(json.dumps({**document, "memory_bytes": -1.0}))
     with pytest.raises(diffshard.PlanError, match=r"`Hardware\.memory_bytes` must be"):
         diffshard.hardware.load_hardware(path)
-    with pytest.raises(diffshard.PlanError, match=r"load it with `diffshard\.load_hardware`"):
+    with pytest.raises(diffshard.PlanError, match=r"load it with `diffshard\.hardware\.load_hardware`"):
         diffshard.Plan.load(path)
 
 

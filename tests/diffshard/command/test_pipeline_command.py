@@ -80,8 +80,10 @@ def test_a_cluster_without_a_pipeline_has_its_mesh_found(module, capsys):
         (("--between", "1e-6,1e9", "--devices", "2", "--hardware", "h100"), "--between is for --cluster"),
         (("--cluster", "2x8xa100", "--max-stages", "3"), "--max-stages is for --pipeline"),
         (("--cluster", "1x2xa100", "--pipeline", "--static", "1"), "share the argument 'x'"),
-        (("--cluster", "1x2xa100", "--pipeline", "--remat", "search"), "cannot be given together with `--remat`"),
-        (("--cluster", "1x2xa100", "--pipeline", "--seed", "3"), "cannot be given together with `--seed`"),
+        (
+            ("--cluster", "1x2xa100", "--pipeline", "--executor", "propagation"),
+            "cannot be given together with `--execut",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(module, capsys, words, message):

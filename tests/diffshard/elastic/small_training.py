@@ -8,6 +8,7 @@ import optax
 
 from diffshard.elastic.resume import resume
 from diffshard.elastic.training import Training
+from diffshard.sharding_search.plan import Plan
 from experiments.host_devices import host_mesh
 
 _OPTIMIZER = optax.adamw(1e-2)
@@ -50,7 +51,7 @@ def batch_of(number: int) -> jax.Array:
     return jax.random.normal(jax.random.fold_in(jax.random.key(1), number), (24, 24))
 
 
-def resumed(directory: Any, shape: tuple[int, ...] = (2, 4), **options: Any) -> Training:
+def resumed(directory: Any, shape: tuple[int, ...] = (2, 4), **options: Any) -> Training[Plan]:
     """Resumes the training on a mesh of host devices."""
     options = {"hardware": "h100", "executor": "constraints", "progress": "none"} | options
     return resume(directory, train_step, host_mesh(shape), init, batch_of(0), **options)

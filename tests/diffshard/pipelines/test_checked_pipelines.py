@@ -1,5 +1,7 @@
 """Checks of pipelines: results held against one device, and programs of stages that a compiler judges."""
 
+from typing import Any
+
 import jax
 import pytest
 
@@ -57,11 +59,13 @@ def test_a_cluster_without_devices_has_no_numbers():
 @pytest.mark.parametrize("check", ["shardy", "compile"])
 def test_a_compiler_judges_the_programs_of_the_stages_one_by_one(check):
     args = mlp_arguments(1)
-    step = search(devices=4, check=check, **({"target": "host"} if check == "compile" else {}))
+    target: dict[str, Any] = {"target": "host"} if check == "compile" else {}
+    step = search(devices=4, check=check, **target)
     plan = step.plan(*args)
     assert any("stage_0_backward runs by `executor`" in note for note in plan.notes)
     if check == "compile":
         compared = plan.programs()["stage_0_backward"].comparison
+        assert compared is not None
         assert {row.executor for row in compared.rows} == {"program", "constraints"}
         assert any("stage_0_backward: of 2 programs compiled for host" in note for note in plan.notes)
     check_close(step(*args), jax.jit(mlp_step)(*args))

@@ -76,7 +76,7 @@ def test_names_in_flax_metadata_are_split_by_rules():
             return nn.Dense(32, use_bias=False)(jnp.tanh(nn.Dense(64, use_bias=False, kernel_init=init)(x)))
 
     def step(params, x):
-        loss, gradients = jax.value_and_grad(lambda p: (Model().apply(p, x) ** 2).mean())(params)
+        loss, gradients = jax.value_and_grad(lambda p: jnp.square(jnp.asarray(Model().apply(p, x))).mean())(params)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
 
     x = jax.random.normal(jax.random.key(0), (1024, 32))

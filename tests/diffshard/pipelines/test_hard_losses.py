@@ -33,7 +33,7 @@ def test_attention_of_cudnn_is_planned_and_says_where_it_runs():
     args = {name: normal(128, 128, dtype="bfloat16") for name in ("q", "k")}, normal(8, 64, 128, dtype="bfloat16")
     step = search(gradient_step(loss), devices=1)
     assert step.plan(*args).step_s > 0
-    with pytest.raises(diffshard.StageError, match="cuDNN's attention can be planned anywhere, and runs on GPUs only"):
+    with pytest.raises(diffshard.pipelines.StageError, match=r"cuDNN's attention .* on GPUs only"):
         step(*args)
 
 
@@ -48,7 +48,7 @@ def test_rows_that_examples_read_by_their_own_numbers_are_divided(is_jitted):
     step = gradient_step(jax.jit(loss) if is_jitted else loss)
     expected = jax.jit(step)(*args)
     check_close(search(step, devices=2)(*args), expected)
-    check_close(jax.jit(diffshard.in_microbatches(step, 4))(*args), expected)
+    check_close(jax.jit(diffshard.pipelines.in_microbatches(step, 4))(*args), expected)
 
 
 def test_rows_in_another_order_are_still_refused():

@@ -74,7 +74,8 @@ def test_no_stage_is_faster_than_its_layers_together_and_the_bound_is_near(chain
         assert least_s <= layout.seconds - layout.end_s
         assert least_s + end_s[start:end].sum() <= layout.seconds
         ratios.append(least_s / (layout.seconds - layout.end_s))
-    assert np.mean(ratios) > 0.75
+    # Between scanned layers collectives hold a stage of several, which the bound of one layer does not know.
+    assert np.mean(ratios) > (0.75 if hardware.exposed_share == 1 else 0.65)
 
 
 def no_solver(problem, *, time_limit_s, key):

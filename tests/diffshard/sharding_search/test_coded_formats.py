@@ -42,7 +42,7 @@ def mesh_of():
 
 def slow_links(mesh):
     own = diffshard.preset("h100", dict(mesh.shape))
-    return dataclasses.replace(own, links={"data": diffshard.Link(0.0, 1e-6)}, kernel_launch_s=0.0)
+    return dataclasses.replace(own, links={"data": diffshard.Link(0.0, 1e-6)}, kernel_launch_s=0.0, exposed_share=0.9)
 
 
 def search(limit=1.0, **formats):
@@ -50,7 +50,11 @@ def search(limit=1.0, **formats):
     mesh = mesh_of()
     shardings = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     return diffshard.search(
-        train_step, mesh, hardware=slow_links(mesh), formats=diffshard.Formats(limit, **formats), in_shardings=shardings
+        train_step,
+        mesh,
+        hardware=slow_links(mesh),
+        formats=diffshard.formats.Formats(limit, **formats),
+        in_shardings=shardings,
     )
 
 
@@ -73,7 +77,7 @@ def test_gradients_are_summed_in_int8_where_links_are_slow_and_the_plan_is_saved
     (group,) = plan.formats.groups
     assert (group.name, group.format, group.num_rounded, group.count) == (GRADIENTS, "int8", 2, 2)
     assert plan.formats.loss_increase == pytest.approx(0.5)
-    assert 0 < group.gain_s < exact.step_s - plan.step_s  # of what can run beside arithmetic only a share counts
+    assert 0 < group.gain_s <= exact.step_s - plan.step_s
     assert sum(operation.sent_in == "int8" for operation in plan.operations) == 2
     assert GRADIENTS in str(plan)
     assert GRADIENTS in plan.html()
@@ -94,7 +98,7 @@ def test_one_device_measures_the_losses_of_the_program():
     options = Options(fn=train_step, mesh=mesh, hardware=slow_links(mesh), memory_limit_bytes=1e12)
     traced = trace_function(options, args)
     space = space_of(options, traced)
-    formats = diffshard.Formats(1.0, calls, steps=8, products=(), sums=["int8"])
+    formats = diffshard.formats.Formats(1.0, calls, steps=8, products=(), sums=["int8"])
     group = next(group for group in all_groups(space, formats) if group.name == GRADIENTS)
     losses = MeasuredLosses(formats, space, options, array_types(traced.call.arrays), traced.out_paths, DEVICES)
     measured = losses.run({}, losses._calls, group.members)[1]
@@ -156,7 +160,7 @@ def deep_arguments(rows=256, seed=0):
 
 def search_deep(memory_limit_bytes, limit=1.0, **formats):
     mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
-    formats = diffshard.Formats(limit, products=(), kept=["int8"], **formats)
+    formats = diffshard.formats.Formats(limit, products=(), kept=["int8"], **formats)
     return diffshard.search(
         deep_step, mesh, hardware="h100", formats=formats, memory_limit_bytes=memory_limit_bytes, donate_argnums=0
     )

@@ -227,7 +227,7 @@ def test_formats_that_diverge_are_measured_as_inf():
     losses._run = lambda state, calls, on: (state, np.full(len(calls), np.inf if on else 1.0))  # pyright: ignore
     groups = list(losses.groups.values())
     assert losses.increase_of({m for group in groups for m in group.members}) == (np.inf, None)
-    assert losses.increases_at((), groups) == [np.inf] * len(groups)
+    assert losses.increases_at(set(), groups) == [np.inf] * len(groups)
 
 
 def test_a_group_with_an_increase_of_inf_stays_as_it_is(tmp_path):

@@ -139,7 +139,7 @@ def test_hardware_without_float8_is_refused_by_name():
 
 
 def test_what_is_no_formats_is_refused():
-    with pytest.raises(TypeError, match=r"`formats` must be a diffshard\.Formats or None, not float"):
+    with pytest.raises(TypeError, match=r"`formats` must be a diffshard\.formats\.Formats or None, not float"):
         diffshard.search(train_step, mesh_of(2), hardware="h100", formats=0.1)  # pyright: ignore[reportArgumentType]
 
 

@@ -53,3 +53,18 @@ def test_a_plan_says_what_its_program_waits_for(plan, tmp_path):
 def test_there_is_none_where_collectives_hold_arithmetic_or_xla_orders_the_program():
     assert planned(exposed_share=1.0).timeline is None
     assert planned(executor="constraints").timeline is None
+
+
+def test_small_collectives_between_scanned_layers_are_priced_one_after_the_other():
+    def layers(x, ups, downs):
+        return jax.lax.scan(lambda x, w: (x + jax.nn.gelu(x @ w[0]) @ w[1], None), x, (ups, downs))[0]
+
+    shapes = (8, 2048), (24, 2048, 8192), (24, 8192, 2048)
+    arguments = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+    plan = diffshard.search(layers, MESH.update(axis_names=("model",)), hardware="h100").plan(*arguments)
+    reductions = [c for c in plan.collectives if c.kind == "all_reduce"]
+    alone_s = plan.hardware.link("model").lines("all_reduce")[0].latency_s
+    assert sum(c.count for c in reductions) == 24
+    assert sum(c.seconds for c in reductions) >= 24 * alone_s
+    assert plan.timeline is not None
+    assert plan.step_s == pytest.approx(plan.timeline.seconds, rel=0.05)  # it was a quarter of it

@@ -1,5 +1,6 @@
 """`search(..., remat="search")` chooses what is kept from forward to backward, together with the sharding."""
 
+import dataclasses
 import functools
 import re
 from typing import Any
@@ -42,9 +43,11 @@ def arguments():
     return params, jax.random.normal(keys[2], (ROWS, WIDTH))
 
 
-def search(limit_bytes, *, remat: Any = "search", **options):
+def search(limit_bytes, *, remat: Any = "search", hardware: Any = "h100", **options):
     mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
-    return diffshard.search(scanned_step, mesh, hardware="h100", memory_limit_bytes=limit_bytes, remat=remat, **options)
+    return diffshard.search(
+        scanned_step, mesh, hardware=hardware, memory_limit_bytes=limit_bytes, remat=remat, **options
+    )
 
 
 @functools.cache
@@ -186,7 +189,9 @@ def test_the_limit_holds_for_the_compiled_program(monkeypatch):
 def test_what_keeps_all_is_compiled_too_where_it_may_fit(monkeypatch):
     monkeypatch.setattr(checked_search, "judge", judge_of(lambda plan: 2.0 if plan.recomputed else 0.9))
     monkeypatch.setattr(remat_search, "_MOST_SEARCHES", 1)
-    plan = search(0.95 * least_bytes(), check="compile", target="host").plan(*arguments())
+    h100 = diffshard.preset("h100", {"data": 2})  # with links on which splitting so small a step pays
+    hardware = dataclasses.replace(h100, links={"data": diffshard.Link(1e-7, 1e-12)})
+    plan = search(0.95 * least_bytes(), hardware=hardware, check="compile", target="host").plan(*arguments())
     assert not plan.recomputed
     assert plan.peak_bytes > 0.95 * least_bytes()
 

@@ -96,7 +96,7 @@ def test_a_plan_runs_as_it_is_measured_is_saved_and_applied(name, tmp_path):
         ("h100", ("float6",), ValueError, r"'float6', which is no format; there are float8, float8_rows, int8, float4"),
         ("h100", ("int8", "int8"), ValueError, "each format once"),
         ("h100", "int8", TypeError, "must be a list or tuple"),
-        ("h100", (), TypeError, "must be a list or tuple"),
+        ("h100", (), ValueError, "neither `products` nor `sums` nor `kept`"),
     ],
 )
 def test_formats_that_there_are_not(hardware, products, error, words):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import jax
 import numpy as np
@@ -116,8 +117,9 @@ def test_costs_are_learned_from_the_devices_at_hand(monkeypatch, space):
     ],
 )
 def test_wrong_arguments_with_a_cost_are_named(cost, arguments, message):
+    given: dict[str, Any] = {"hardware": "v100", "cost": cost, **arguments}
     with pytest.raises((TypeError, ValueError), match=message):
-        shard_tables([EmbeddingTable("t", 8, 8)], MESH, **{"hardware": "v100", "cost": cost, **arguments})
+        shard_tables([EmbeddingTable("t", 8, 8)], MESH, **given)
 
 
 @pytest.mark.parametrize(

@@ -342,3 +342,60 @@ def test_partial_gradients_of_biases_are_there_before_later_products(monkeypatch
     forced = [any(i in before[p] for p in products) for i in sums]
     # The sums of the last windows of the backward pass have no window behind them that could wait.
     assert forced[:3] == [True] * 3
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_what_passes_a_barrier_lies_as_its_readers_want_it(dimension, monkeypatch):
+    monkeypatch.setattr(scheduling, "_LATENCIES_IN_WINDOW", 0)
+    hardware = dataclasses.replace(hardware_of("x", latency_s=0.0, flops_per_s=1e9), exposed_share=0.25)
+    arguments = [array(WIDTH, WIDTH) for _ in range(LAYERS)], array(ROWS, WIDTH, dtype=jnp.bfloat16)
+    stored = ((0,), ()) if dimension == 0 else ((), (0,))
+    given = {**dict.fromkeys(range(LAYERS), stored), LAYERS: ((0,), ())}
+    space = space_of(training_step, *arguments, sizes=(8,), given=given, hardware=hardware)
+    solution = diffshard.solve(space.problem, solver="exact", time_limit_s=30)
+    mesh = AbstractMesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    equations = body_of(space.device_program(space.layout(solution.choice), mesh))
+    maker = {v: equation for equation in equations for v in equation.outvars}
+
+    def order_in_memory(variable):
+        """The dimensions of what a program constrains, the slowest first; None for other arrays."""
+        equation = maker.get(variable)
+        if equation is None or equation.primitive.name != "layout_constraint":
+            return None
+        return equation.params["layout"].major_to_minor
+
+    scatters = [equation for equation in equations if equation.primitive.name == "reduce_scatter"]
+    orders = []
+    for scatter in scatters:
+        barrier = maker[scatter.invars[0]]
+        if barrier.primitive.name == "optimization_barrier":
+            order = order_in_memory(barrier.invars[barrier.outvars.index(scatter.invars[0])])
+            assert order is not None
+            orders.append(order[0] == scatter.params["scatter_dimension"])
+    assert len(orders) >= LAYERS - 1
+    assert all(orders)
+    joined = [v for equation in equations if equation.primitive.name == "optimization_barrier" for v in equation.invars]
+    gradients = [v for v in joined if v.aval.shape in ((4, 32), (32, 4)) and order_in_memory(v) is not None]
+    assert gradients, "no reduced gradient passes a barrier"
+    assert {order_in_memory(v) for v in gradients} == {(0, 1)}  # as the weights lie that they update
+
+
+def test_embeddings_that_are_sent_to_all_lie_in_their_own_order(monkeypatch):
+    monkeypatch.setattr(scheduling, "_LATENCIES_IN_WINDOW", 0)
+
+    def fn(table, weights, tokens):
+        x = table[tokens]
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x.sum()
+
+    rows = array(4096, 64), [array(64, 64)] * 3, jax.ShapeDtypeStruct((128, 8), jnp.int32)
+    hardware = dataclasses.replace(hardware_of("x", latency_s=0.0, flops_per_s=1e9), exposed_share=0.25)
+    space = space_of(fn, *rows, sizes=(8,), given={0: ((), (0,)), 4: ((0,), ())}, hardware=hardware)
+    solution = diffshard.solve(space.problem, solver="exact", time_limit_s=30)
+    mesh = AbstractMesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    equations = body_of(space.device_program(space.layout(solution.choice), mesh))
+    (sent,) = (e.outvars[0] for e in equations if e.primitive.name == "all_to_all" and e.outvars[0].aval.ndim == 3)
+    (reader,) = (equation for equation in equations if any(v is sent for v in equation.invars))
+    assert reader.primitive.name == "layout_constraint"
+    assert reader.params["layout"].major_to_minor == (0, 1, 2)

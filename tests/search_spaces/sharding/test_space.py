@@ -121,7 +121,7 @@ def test_a_loop_s_inside_costs_as_often_as_it_runs():
 
         return space_of(fn, array(8, 8), array(8, 8), sizes=(2,))
 
-    one, ten = scanned(1), scanned(10)
+    one, ten = scanned(2), scanned(20)  # a loop of one trip has none that waits for it
     (dot,) = [v.index for v in one.graph.operations() if v.primitive == "dot_general"]
     np.testing.assert_allclose(ten.problem.node_cost[dot], 10 * one.problem.node_cost[dot])
 
