@@ -58,6 +58,29 @@ def test_other_shapes_are_searched_again_and_a_search_that_nobody_asked_for_is_t
     assert step.plan(weights(8, 4)).arguments[0].shape == (8, 4)
 
 
+def mix(shares, batch):
+    shares = (shares * batch).mean(axis=0)
+    return shares, shares.sum()
+
+
+def test_a_search_that_only_a_weak_type_asks_for_is_told():
+    step = diffshard.search(mix, mesh_2x2(), hardware=SLOW)
+    shares, _ = step(jnp.full(4, 0.25), weights(16, 4))
+    with pytest.warns(UserWarning, match=r"`shares` is float32\[4\], not float32\[4\] of a weak type.*Python numbers"):
+        step(shares, weights(16, 4))
+    step = diffshard.search(mix, mesh_2x2(), hardware=SLOW)
+    shares, _ = step(jnp.full(4, 0.25, jnp.float32), weights(16, 4))
+    step(shares, weights(16, 4))  # the suite makes errors of warnings
+
+
+def test_a_plan_that_does_not_fit_because_of_a_weak_type_says_so():
+    step = diffshard.search(mix, mesh_2x2(), hardware=SLOW)
+    weak, strong = jnp.full(4, 0.25), jnp.full(4, 0.25, jnp.float32)
+    for made_for, given in [(weak, strong), (strong, weak)]:
+        with pytest.raises(diffshard.PlanError, match=r"only drops a weak type.*jnp\.float32"):
+            step.plan(made_for, weights(16, 4)).apply(mix).plan(given, weights(16, 4))
+
+
 def test_given_shardings_are_kept():
     state, batch = train_arguments()
     specs = (({"a": PartitionSpec(None, "y"), "b": None}, None), PartitionSpec("x"))
