@@ -200,7 +200,8 @@ def _largest(loads: list[np.ndarray]) -> np.ndarray:
 
 def _amounts_excess(amounts: list[np.ndarray], limits: np.ndarray) -> float:
     """Returns by how much an amount is above its limit, 0 only where none is; rounded once."""
-    excess = [exact_sum(_concatenate([terms, -limits[a : a + 1]])) for a, terms in enumerate(amounts)]
+    pairs = zip(amounts, np.asarray(limits).tolist(), strict=True)
+    excess = [exact_sum(_concatenate([terms, np.array([-most])])) for terms, most in pairs if most < math.inf]
     return max((float(e) for e in excess if e > 0), default=0.0)
 
 

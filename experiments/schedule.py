@@ -26,7 +26,7 @@ from experiments.timeline_descent import searched
 from experiments.timeline_models import CASES
 from search_spaces.sharding import scheduling
 
-_AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
+AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 # Latencies of the slowest link in a window (inf: no pauses), and collectives that XLA has under way at a time.
 VARIANTS = ((math.inf, 1), (math.inf, 4), (6, 4), (12, 4), (24, 1), (24, 4), (40, 4))
 COLUMNS = (
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for latencies, at_once in variants:
         with windows_of(latencies):
             played_s = play(request.space.program_steps(layout).steps).seconds
-            compiled = plan.apply(model.step).lower(*args).compile(compiler_options={_AT_ONCE: at_once})
+            compiled = plan.apply(model.step).lower(*args).compile(compiler_options={AT_ONCE: at_once})
         timeline = simulate(compiled.as_text() or "", mesh.shape, achievable_rates(hardware))
         waiting_s = sum(timeline.waited_s.values())
         peak = compiled.memory_analysis().peak_memory_in_bytes / 2**30

@@ -31,6 +31,7 @@ from diffshard.plans.timeline import PredictedWait
 from experiments import experts
 from experiments.host_devices import parse_mesh
 from experiments.models.model import Model, abstract_arguments
+from experiments.schedule import AT_ONCE
 from experiments.targets import MESHES
 from experiments.timeline_models import CASES
 from experiments.timeline_table import FOUND, Row, append_row, cells, print_rows, read_rows
@@ -61,9 +62,12 @@ class Setting(NamedTuple):
 
 
 def time_plan(
-    setting: Setting, plan_name: str, time_limit_s: float, by_hand: experts.HandPlan | None = None
+    setting: Setting, plan_name: str, time_limit_s: float, by_hand: experts.HandPlan | None = None, at_once: int = 1
 ) -> tuple[Row, Timeline]:
-    """Plans, compiles and plays back the found plan, an expert's, or one that is given."""
+    """Plans, compiles and plays back the found plan, an expert's, or one that is given.
+
+    Programs by hand may have `at_once` collectives under way together, as found ones have four.
+    """
     _, _, model, mesh, hardware = setting
     args = abstract_arguments(model)
     if by_hand is None and plan_name != FOUND:
@@ -79,7 +83,7 @@ def time_plan(
         plan = None
     searched = time.perf_counter()
     lowered = experts.lower_by_hand(model.step, *args, by_hand, donate_argnums=0) if by_hand else step.lower(*args)
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options={AT_ONCE: at_once} if by_hand and at_once > 1 else None)
     compile_s = time.perf_counter() - searched
     rates = achievable_rates(diffshard.preset("h100", dict(mesh.shape)))
     timeline = simulate(compiled.as_text() or "", mesh.shape, rates)
@@ -91,7 +95,7 @@ def time_plan(
         model=setting.name,
         batch=setting.batch,
         mesh="x".join(map(str, mesh.shape.values())),
-        plan=plan_name,
+        plan=named(plan_name, at_once),
         executor="propagation" if by_hand or plan is None else plan.executor,
         predicted_s=plan.step_s if plan else float("nan"),
         timeline_s=timeline.step_s,
@@ -110,6 +114,11 @@ def time_plan(
         played_waits_s=_waits_by_reason(played.waits) if played else {},
     )
     return row, timeline
+
+
+def named(plan_name: str, at_once: int) -> str:
+    """Returns what a plan is called in tables."""
+    return plan_name if plan_name == FOUND or at_once == 1 else f"{plan_name}, {at_once} at once"
 
 
 def _waits_by_reason(waits: Sequence[PredictedWait]) -> dict[str, float]:
@@ -139,6 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, help="rows in a batch, instead of the published ones for the mesh")
     parser.add_argument("--sizes", choices=("full", "small"), default="full")
     parser.add_argument("--experts", nargs="*", choices=experts.EXPERTS, default=list(PUBLISHED))
+    parser.add_argument("--at-once", type=int, default=1, help="collectives under way together in experts' programs")
     parser.add_argument("--hardware", choices=HARDWARE, default="datasheet", help="the rates that plans are made for")
     parser.add_argument("--target", choices=MESHES, default="h100", help="what the programs are compiled for")
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds of the solver for each plan")
@@ -169,7 +179,7 @@ def time_plans(
     mesh = MESHES[options.target](parse_mesh(mesh_text))
     setting = Setting(name, batch, model, mesh, HARDWARE[options.hardware](mesh))
     for plan_name in (FOUND, *options.experts):
-        key = name, mesh_text, batch, plan_name
+        key = name, mesh_text, batch, named(plan_name, options.at_once)
         if key in known:
             yield known[key]
             continue
@@ -177,7 +187,7 @@ def time_plans(
             print(f"{name} {mesh_text} {plan_name} is left out: its plan does not split a batch of {batch} evenly")
             continue
         try:
-            row, timeline = time_plan(setting, plan_name, options.time_limit)
+            row, timeline = time_plan(setting, plan_name, options.time_limit, at_once=options.at_once)
         except jax.errors.JaxRuntimeError as error:
             print(f"{name} {mesh_text} {plan_name} is not compiled: {error}", flush=True)
             continue

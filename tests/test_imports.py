@@ -1,6 +1,7 @@
 """The layout is the architecture: imports go one way and in no circle, and JAX's internals stay out."""
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -50,6 +51,16 @@ def test_imports_go_one_way_and_avoid_internals():
         if wrong := violations(path.read_text(encoding="utf-8"), ".".join(place.parent.parts)):
             found[str(place)] = wrong
     assert found == {}
+
+
+def test_files_that_docstrings_of_modules_name_are_there():
+    names = {path.name for folder in (*MAY_IMPORT, "tests") for path in (ROOT / folder).rglob("*.py")}
+    gone = {}
+    for path in FILES:
+        named = re.findall(r"`(?:[\w/]*/)?(\w+\.py)`", ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "")
+        if missing := sorted(set(named) - names - {"json.py"}):  # of Python
+            gone[str(path.relative_to(ROOT))] = missing
+    assert gone == {}
 
 
 def test_two_files_touch_the_compiler():

@@ -165,7 +165,7 @@ class Budget(PlanRecord):
             if any(n is not None and n != steps for n, steps in zip(given, plans.num_steps, strict=True)):
                 raise ValueError(f"its plans run for {plans.num_steps} steps, where its phases have {given}")
             for phase, plan in zip(self.phases, plans.plans, strict=True):
-                if dict(phase.mesh.shape) != dict(plan.mesh_axes):
+                if list(phase.mesh.shape.items()) != list(plan.mesh_axes.items()):
                     raise ValueError(f"a phase of {dict(phase.mesh.shape)} has a plan for {dict(plan.mesh_axes)}")
         if len({phase.duration_s is None for phase in self.phases}) > 1:
             raise ValueError("its phases must all have `num_steps` or all `duration_s`")
@@ -201,7 +201,7 @@ class Budget(PlanRecord):
 
     def _on(self, phase: int, mesh: Mesh | AbstractMesh) -> "Budget":
         """Returns the budget with another mesh for a phase."""
-        if dict(mesh.shape) != dict(self.phases[phase].mesh.shape):
+        if list(mesh.shape.items()) != list(self.phases[phase].mesh.shape.items()):
             axes = dict(self.phases[phase].mesh.shape)
             raise PlanError(f"`meshes[{phase}]` has the axes {dict(mesh.shape)}; the phase has {axes}.")
 

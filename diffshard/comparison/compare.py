@@ -102,7 +102,7 @@ def _plan_or_shardings(plan: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Returns a plan, read from its file where a path is given; anything else as it is."""
     if isinstance(plan, str | os.PathLike):
         plan = Plan.load(plan)
-    if isinstance(plan, Plan) and dict(plan.mesh_axes) != dict(mesh.shape):
+    if isinstance(plan, Plan) and list(plan.mesh_axes.items()) != list(mesh.shape.items()):
         raise PlanError(f"`mesh` has the axes {dict(mesh.shape)}; a plan was made for {dict(plan.mesh_axes)}.")
     return plan
 

@@ -37,7 +37,7 @@ from diffshard.pipelines.given_pipeline import (
 )
 from diffshard.pipelines.least_memory import nothing_found
 from diffshard.pipelines.options import PipelineOptions, donated_arrays, given_arrays, mesh_shape
-from diffshard.pipelines.planned_pipeline import FoundPipeline, GivenLayouts, planned_pipeline, with_bound
+from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_pipeline, with_bound
 from diffshard.pipelines.plans.base import PipelinePlanData
 from diffshard.pipelines.replica_search import ChosenReplicas, choose_replicas, replicas_bound_s
 from diffshard.pipelines.replicated_pipeline import planned_replicas
@@ -141,7 +141,11 @@ def _best_planned(
     A stage may take longer in its programs than as a whole, because communication of one does not wait beside another.
     """
     best: FoundPipeline | None = None
-    begun, given = _begun(options, searches, chosen)
+    start, steps = options.start, [search.step for search in searches]
+    begun = processes.shared(
+        "begin with an earlier plan", lambda: _begun(options, steps, chosen), kind=tuple[ChosenPipeline, ...]
+    )
+    given = partial(layouts_of, start) if begun and start is not None else None
     for number, one in enumerate((*begun, *chosen[:_MOST_PLANNED])):
         if best is not None and one.estimate_s >= (1 - _LEAST_GAIN) * best.plan.step_s:
             break
@@ -164,18 +168,17 @@ def _best_planned(
 
 
 def _begun(
-    options: PipelineOptions, searches: Sequence[StepSearch], chosen: Sequence[ChosenPipeline]
-) -> tuple[list[ChosenPipeline], GivenLayouts | None]:
-    """Returns the stages of the plan that the search begins with, and their shardings; none if they do not fit."""
+    options: PipelineOptions, steps: Sequence[UncutStep], chosen: Sequence[ChosenPipeline]
+) -> tuple[ChosenPipeline, ...]:
+    """Returns the stages of the plan that the search begins with; none if they do not fit, or are found anyway."""
     if options.start is None:
-        return [], None
-    start = chosen_of(options.start, options, [search.step for search in searches])
+        return ()
+    start = chosen_of(options.start, options, steps)
     is_known = start is None or any(one._replace(**_OF_SEARCH) == start._replace(**_OF_SEARCH) for one in chosen[:1])
     if start is None or is_known or start.schedule not in options.pipeline.schedules:
-        return [], None
+        return ()
     best = chosen[0]
-    begun = start._replace(bound_s=best.bound_s, tried=best.tried, notes=best.notes, estimate_s=0.0)
-    return [begun], partial(layouts_of, options.start)
+    return (start._replace(bound_s=best.bound_s, tried=best.tried, notes=best.notes, estimate_s=0.0),)
 
 
 def _with_note(found: FoundPipeline, note: str) -> FoundPipeline:

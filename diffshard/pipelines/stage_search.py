@@ -65,7 +65,7 @@ class StageLayout:
       recomputed: the steps of the forward program that run again in the backward program (`residuals.StageResiduals`).
       recomputed_bytes: of the arrays that this spares in each micro-batch, as a whole.
       num_residuals: arrays that the backward program of a micro-batch reads of its forward program.
-      offloaded: positions, among the stage's residuals (`offloading.residuals_of`), of those that are offloaded.
+      offloaded: positions, among the stage's residuals (`residuals.residuals_of`), of those that are offloaded.
       offloaded_bytes: of each device, what a micro-batch leaves on the host for its backward pass.
       offload_s: of a micro-batch, for the copies to the host; those back take as long. `seconds` has both.
       is_limited: whether the memory may have ruled out a faster layout.

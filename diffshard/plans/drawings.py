@@ -23,7 +23,7 @@ class Curve(NamedTuple):
 
     Attributes:
       points: (x, y), x ascending.
-      colour: the name of a colour of `page_style`.
+      colour: the name of a colour of `page_elements.STYLE`.
       is_filled: whether the area below it is filled.
     """
 
@@ -37,7 +37,7 @@ class Mark(NamedTuple):
 
     Attributes:
       text: what it says.
-      colour: the name of a colour of `page_style`.
+      colour: the name of a colour of `page_elements.STYLE`.
       x, y: one of both; the other is None.
     """
 
@@ -54,7 +54,7 @@ class Dot(NamedTuple):
       x, y: place.
       text: short, as it stays beside the dot.
       title: what is shown when it is pointed at.
-      colour: the name of a colour of `page_style`.
+      colour: the name of a colour of `page_elements.STYLE`.
     """
 
     x: float

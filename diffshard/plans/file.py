@@ -92,7 +92,7 @@ def from_json(
         are other operations than places.
     """
     plan = made_of(document, name, SHARDING, VERSION, lambda values: _plan_from_values(values, kind, mesh, places))
-    if mesh is not None and dict(mesh.shape) != dict(plan.mesh_axes):
+    if mesh is not None and list(mesh.shape.items()) != list(plan.mesh_axes.items()):  # their order counts
         raise PlanError(f"`mesh` has the axes {dict(mesh.shape)}; the plan in `{name}` is for {dict(plan.mesh_axes)}.")
     return plan
 

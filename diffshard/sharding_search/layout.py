@@ -1,6 +1,7 @@
 """Between the layouts of a sharding space, which number mesh axes and values, and plans, which write them by name."""
 
 import math
+import re
 from functools import lru_cache
 from typing import Any, cast
 
@@ -17,6 +18,11 @@ from search_spaces.sharding.product_formats import FORMATS, FormattedProduct, ta
 from search_spaces.sharding.space import ShardingSpace
 from search_spaces.sharding.spec import axes_in, shards
 
+_WEAK_TYPES = (
+    " Such a conversion only drops a weak type, which arrays made of Python numbers have, and which the arguments had "
+    "at one time and not at the other: give them a dtype, as in `jnp.full(shape, 0.25, jnp.float32)`, and plan again."
+)
+
 
 def layout_of(plan: PlanData, space: ShardingSpace) -> Layout:
     """Returns the layout that a plan stands for, on a function's graph.
@@ -31,6 +37,7 @@ def layout_of(plan: PlanData, space: ShardingSpace) -> Layout:
             raise PlanError(
                 f"The plan does not fit the function: at operation {i} the plan has {operation.signature} "
                 f"({operation.source or operation.kind}), the function {signature} ({vertex.source or vertex.kind})."
+                f"{_WEAK_TYPES * (_drops_weak_type(operation.signature) or _drops_weak_type(signature))}"
             )
     if len(vertices) != len(plan.operations):
         raise PlanError(
@@ -127,3 +134,9 @@ def signature_of(vertex: Vertex) -> str:
 @lru_cache(maxsize=10_000)
 def _type_name(dtype: Any, shape: tuple[int, ...]) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def _drops_weak_type(signature: str) -> bool:
+    """Tells whether an operation converts to the type that its operand has."""
+    match = re.fullmatch(r"convert_element_type\((.*)\) -> (.*)", signature)
+    return match is not None and match[1] == match[2]

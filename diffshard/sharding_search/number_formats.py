@@ -189,8 +189,8 @@ def _check_measurements(formats: Formats) -> None:
             f"`Formats.increases` must be a dictionary from names of groups to numbers, not {formats.increases!r}."
         )
     for name, increase in (formats.increases or {}).items():
-        if real_number(increase) is None or np.isnan(increase):
-            raise ValueError(f"`Formats.increases[{name!r}]` must be a number, not {increase!r}.")
+        if real_number(increase) is None or not increase >= 0:
+            raise ValueError(f"`Formats.increases[{name!r}]` must be a number, 0 or more, not {increase!r}.")
     takes_looks = formats.increases is None or len(formats.calls) > 0
     if takes_looks and len(formats.calls) < formats.steps * (formats.looks or 1):
         raise ValueError(

@@ -289,7 +289,8 @@ class Plan(PlanData):
         with errors_for_all(self.mesh or mesh, "apply a plan"):
             if check not in ("numbers", None):
                 raise ValueError(f'`check` must be "numbers" or None, not {check!r}: the plan is made.')
-            if mesh is None or dict(mesh.shape) != dict(self.mesh_axes):
+            # Of axes in another order, parts over several axes would come out in another order than specs say.
+            if mesh is None or list(mesh.shape.items()) != list(self.mesh_axes.items()):
                 axes = mesh and dict(mesh.shape)
                 raise PlanError(f"The plan was made for the mesh {dict(self.mesh_axes)}, not {axes}.")
             try:

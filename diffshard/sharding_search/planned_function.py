@@ -286,21 +286,32 @@ class PlannedFunction(Generic[PlanT]):
         differing = min((_differences(call, earlier) for earlier in earlier_calls), key=len)  # from the nearest plan
         if differing and self._is_searched:
             others = f", and {len(differing) - 1} more differ" if len(differing) > 1 else ""
+            advice = (
+                "Give arrays of Python numbers a dtype, as in `jnp.full(shape, 0.25, jnp.float32)`."
+                if "of a weak type" in differing[0]
+                else "Pad or drop a last, partial batch, or call `plan(...)` for each set of shapes first."
+            )
             warnings.warn(
                 f"These arguments of {self.options.function_name} are not those of an earlier plan: {differing[0]}"
-                f"{others}. A new plan is searched. Pad or drop a last, partial batch, or call `plan(...)` for each "
-                "set of shapes first.",
+                f"{others}. A new plan is searched. {advice}",
                 stacklevel=4,
             )
 
 
 def _differences(call: Call, earlier: Call) -> list[str]:
-    """Returns a sentence for each array that has another shape or dtype than in an earlier call."""
+    """Returns a sentence for each array that has another type than in an earlier call.
+
+    Whether the type of a scalar is weak is left out: a call may give a Python number where another gives an array.
+    """
     return [
-        f"`{path}` is {new.dtype}{list(new.shape)}, not {old.dtype}{list(old.shape)}"
+        f"`{path}` is {_type_text(new)}, not {_type_text(old)}"
         for path, new, old in zip(call.paths, call.arrays, earlier.arrays, strict=True)
-        if (new.shape, new.dtype) != (old.shape, old.dtype)
+        if (new.shape, new.dtype) != (old.shape, old.dtype) or (new.shape and new.weak_type != old.weak_type)
     ]
+
+
+def _type_text(array: jax.ShapeDtypeStruct) -> str:
+    return f"{array.dtype}{list(array.shape)}{' of a weak type' * array.weak_type}"
 
 
 def _settings() -> tuple[Any, ...]:

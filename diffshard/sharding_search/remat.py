@@ -5,7 +5,7 @@ the memory, and a product that waits for a collective takes longer to run again.
 says what each value takes and each operation costs; minimum cuts give the choices that are best for some price of
 memory, from keeping everything to keeping the least (`rematerialisation.choices`). Each choice is a program of its own,
 whose space is searched like any other. Of those from the first that fits the memory limit on, some that lie evenly are
-tried, and then more beside the fastest. One easier problem bounds all choices (`rematerialisation.relaxation`).
+tried, and then more beside the fastest. One easier problem bounds all choices (`rematerialisation.choices`).
 
 With `remat="offload"` each of these choices is also tried with a part of what it keeps offloaded to the host's memory,
 as much as the link can copy beside the forward pass (`rematerialisation.offloading`).

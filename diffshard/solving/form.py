@@ -144,15 +144,16 @@ def _amounts_as_memory(problem: Problem) -> Problem:
 
 
 def _not_negative(problem: Problem) -> tuple[list[np.ndarray], np.ndarray]:
-    """Returns amounts and limits that are not negative, as memory must be, and leave as much room.
+    """Returns amounts and limits that are not negative, as memory must be, and leave as much room; all are floats.
 
     What is moved is rounded, so that limits of negative amounts rise by as much as that may be.
     """
-    amounts, limits = list(problem.amount), np.asarray(problem.amount_limit)
+    amounts = map_distinct(lambda rows: np.asarray(rows, float), problem.amount)  # narrow integers would overflow
+    limits = np.asarray(problem.amount_limit, float)
     least = np.stack(map_distinct(lambda rows: np.minimum(np.min(rows, axis=0), 0), amounts))
     if least.any():
+        size = sum(np.abs(rows).max(axis=0) for rows in amounts) + np.abs(limits)
         amounts = [rows - row for rows, row in zip(amounts, least, strict=True)]
-        size = sum(np.abs(np.asarray(rows, float)).max(axis=0) for rows in problem.amount) + np.abs(limits)
         limits = limits - least.sum(axis=0) + 4 * len(amounts) * np.finfo(float).eps * size
     if (limits < 0).any():  # no choice fits
         amounts[0] = amounts[0] - np.minimum(limits, 0)

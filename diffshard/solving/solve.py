@@ -21,7 +21,7 @@ from cost.base import Problem, num_strategies
 from cost.evaluation import checked_choice, evaluate
 from cost.quantities import with_weights
 from cost.real_numbers import is_positive, real_number, whole_number
-from cost.validation import validate
+from cost.validation import validate, with_finite_loads
 from diffshard.base import OPTIMAL_GAP, Progress, Solution, Solver
 from diffshard.deadline import Deadline
 from diffshard.solving import solvers
@@ -94,10 +94,10 @@ def solve(
         reduce = functools.partial(presolve, deadline=begin_s + time_limit_s + _PRESOLVE_GRACE_S)
     check_key(key)
     key = key if isinstance(key, jax.Array) else jax.random.key(int(key or 0))
-    if not is_node_form(problem):
+    if not isinstance(problem, Problem) or not is_node_form(problem):
         validate(problem)
         if len(problem.edge_load) and not has_few_pairs(problem):
-            problem, objective = split_loads(problem, objective)
+            problem, objective = split_loads(with_finite_loads(problem), objective)
     options: dict[str, Any] = {"solver": solver, "key": key, "reduce": reduce, "alike": alike, "stop_gap": stop_gap}
     if objective is not None:
         return _solve_objective(problem, objective, start, Deadline(time_limit_s, begin_s), progress, options)
@@ -160,10 +160,11 @@ def _solve_objective(
         weights = priced.by_name(bounded.gradient)
         tangent = with_weights(problem, objective.quantities, weights)
         first = solve_tangent(tangent, choice, max(options["stop_gap"], _FIRST_GAP), _FIRST_SHARE)
-        if not first.feasible:
-            return first
         choice, is_stopped = np.array(first.choice), first.status == "interrupted"
         bound = bounded.constant + first.lower_bound
+        if not first.feasible:  # what the tangent says is not yet what the objective does
+            cost = evaluate(problem, choice).cost + float(priced.prices(priced.amounts(choice)[None])[0])
+            return first._replace(cost=cost, lower_bound=bound, history=())
     found = minimise(
         problem,
         objective,

@@ -135,7 +135,7 @@ def sum_in_parts(
     cannot be cut, there is one part.
 
     Args:
-      vertex: an operation with one result, of which `codes.sum_formats` has formats.
+      vertex: an operation with one result, whose sums can be sent in codes (`codes.sums_in`).
       rule: of the operation.
       operands: whole arrays.
       num_parts: devices that share the reduction; as many as its dimension divides, if these are fewer.

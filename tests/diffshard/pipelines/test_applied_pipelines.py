@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import diffshard
+from diffshard.processes import Processes
 from tests.diffshard.pipelines.small_pipeline import arguments, check_close, train_step
 from tests.diffshard.pipelines.test_pipelined_function import leave, search
 
@@ -111,6 +113,29 @@ def test_a_search_for_another_question_plans_the_stages_of_its_start_as_well(pla
         (s.first_layer, s.mesh_axes, s.arguments) for s in plan.stages
     ]
     assert begun.lower_bound_s <= free.lower_bound_s * (1 + 1e-9)
+
+
+def test_the_start_of_the_first_process_is_that_of_all(planned, monkeypatch):
+    _, plan = planned
+    sent = []
+
+    def first(self, what, name, make, pack, unpack):
+        made = make()
+        sent.append((what, pack(made)))
+        return made
+
+    def other(self, what, name, make, pack, unpack):
+        asked_for, packed = sent.pop(0)
+        assert asked_for == what
+        return unpack(packed)
+
+    monkeypatch.setattr(diffshard.pipelines.search, "_MOST_PLANNED", 1)
+    monkeypatch.setattr(diffshard.pipelines.search, "_LEAST_GAIN", -math.inf)  # the start, and one pipeline more
+    monkeypatch.setattr(Processes, "_from_first", first)
+    found = search(train_step, memory_limit_bytes=1e9, start=plan).plan(*arguments())
+    monkeypatch.setattr(Processes, "_from_first", other)
+    assert search(train_step, memory_limit_bytes=1e9).plan(*arguments()) == found
+    assert not sent
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,7 @@ def test_a_limit_that_no_group_meets_leaves_the_step_as_it_is():
         ({"max_loss_increase": 0.1, "increases": {}, "factor": -1.0}, "factor"),
         ({"max_loss_increase": 0.1, "increases": {}, "steps": 1}, "steps"),
         ({"max_loss_increase": 0.1}, r"calls.*0 calls.*20"),
+        ({"max_loss_increase": 0.1, "increases": {"head": -0.1}}, r"increases\['head'\].*0 or more, not -0\.1"),
     ],
 )
 def test_formats_that_break_a_rule(formats, match):

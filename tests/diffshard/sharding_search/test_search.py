@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 import diffshard
 from diffshard import deadline
@@ -56,6 +56,29 @@ def test_other_shapes_are_searched_again_and_a_search_that_nobody_asked_for_is_t
     for n in (16, 8):  # the suite makes errors of warnings
         assert_equal(step(weights(n, 4)), weights(n, 4) @ weights(n, 4).T)
     assert step.plan(weights(8, 4)).arguments[0].shape == (8, 4)
+
+
+def mix(shares, batch):
+    shares = (shares * batch).mean(axis=0)
+    return shares, shares.sum()
+
+
+def test_a_search_that_only_a_weak_type_asks_for_is_told():
+    step = diffshard.search(mix, mesh_2x2(), hardware=SLOW)
+    shares, _ = step(jnp.full(4, 0.25), weights(16, 4))
+    with pytest.warns(UserWarning, match=r"`shares` is float32\[4\], not float32\[4\] of a weak type.*Python numbers"):
+        step(shares, weights(16, 4))
+    step = diffshard.search(mix, mesh_2x2(), hardware=SLOW)
+    shares, _ = step(jnp.full(4, 0.25, jnp.float32), weights(16, 4))
+    step(shares, weights(16, 4))  # the suite makes errors of warnings
+
+
+def test_a_plan_that_does_not_fit_because_of_a_weak_type_says_so():
+    step = diffshard.search(mix, mesh_2x2(), hardware=SLOW)
+    weak, strong = jnp.full(4, 0.25), jnp.full(4, 0.25, jnp.float32)
+    for made_for, given in [(weak, strong), (strong, weak)]:
+        with pytest.raises(diffshard.PlanError, match=r"only drops a weak type.*jnp\.float32"):
+            step.plan(made_for, weights(16, 4)).apply(mix).plan(given, weights(16, 4))
 
 
 def test_given_shardings_are_kept():
@@ -228,6 +251,18 @@ def test_plans_are_saved_loaded_and_applied(tmp_path):
         loaded.apply(lambda s, b: (s, b.sum()))(state, batch)
     with pytest.raises(diffshard.PlanError, match=r"batch.*\[16, 8\].*\[4, 8\]"):
         loaded.shard(state, batch[:4])
+
+
+def test_a_plan_is_refused_on_a_mesh_whose_axes_are_in_another_order(tmp_path):
+    state, batch = train_arguments()
+    mesh = mesh_2x2()
+    turned = Mesh(mesh.devices, mesh.axis_names[::-1])
+    plan = diffshard.search(train_step, mesh, hardware=SLOW).plan(state, batch)
+    plan.save(tmp_path / "plan.json")
+    with pytest.raises(diffshard.PlanError, match="The plan was made for the mesh"):
+        plan.apply(train_step, turned)
+    with pytest.raises(diffshard.PlanError, match="`mesh` has the axes"):
+        diffshard.Plan.load(tmp_path / "plan.json", turned)
 
 
 def test_a_batch_is_split_over_hosts_however_small_it_is():

@@ -147,6 +147,39 @@ def _first_load(problem):
     return next(iter(objective.quantities.values()))
 
 
+def test_loads_that_forbid_strategies_do_so_where_they_are_an_objective(monkeypatch):
+    problem = formed_problem(3, amounts=False, memory=False)
+    load = [np.array(rows, float) for rows in problem.load]
+    v = int(np.argmax(num_strategies(problem)))
+    load[v][1] = np.inf
+    problem = problem._replace(load=load)
+    least = min(formula(problem, choice) for choice in choices(problem))
+    monkeypatch.setattr(form, "_MOST_PAIRS", -1)
+    found = solve(problem)
+    assert found.choice[v] != 1
+    assert found.cost == pytest.approx(least)
+
+
+@pytest.mark.parametrize(
+    ("amounts", "limit"),
+    [
+        (np.array([[2**54 + 2], [0]]), np.array([np.inf])),
+        (np.array([[-100], [100]], np.int8), np.array([100], np.int8)),
+        (np.array([[3], [9]]), np.array([5], np.uint64)),
+        (np.array([[3], [9]]), [5]),
+    ],
+)
+def test_amounts_within_their_limits_are_so_in_every_type(amounts, limit):
+    problem = Problem([np.array([0.0, 1.0])], np.zeros((0, 2), int), [], amount=[amounts], amount_limit=limit)
+    found = solve(problem)
+    assert (found.cost, found.feasible, found.status) == (0.0, True, "optimal")
+
+
+def test_what_is_no_problem_is_named():
+    with pytest.raises(TypeError, match="`problem` must be a Problem, not str"):
+        solve("problem")  # pyright: ignore[reportArgumentType]
+
+
 def test_a_start_and_alike_nodes_carry_over():
     problem = formed_problem(0)
     least = min(choices(problem), key=lambda choice: formula(problem, choice))

@@ -1,4 +1,4 @@
-"""Primitives of other libraries stand in a graph as the operations that they are made of."""
+"""Primitives of other libraries, and loops with a condition for each example, stand in a graph as what they compute."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jax.sharding import AxisType, PartitionSpec
 
+import diffshard
 from tests.search_spaces.sharding.small_spaces import array, graph_of
 from tests.search_spaces.sharding.test_device_program import check
 
@@ -72,3 +74,32 @@ def test_a_primitive_that_is_implemented_in_numpy_stays_one_operation():
         return [np.negative(np.asarray(b)), np.asarray(b)]
 
     assert names_of(primitive_of(implementation, lambda context, *operands: operands[1:] * 2)) == ["foreign"]
+
+
+def grown(number, limit):
+    """Doubles a number until it exceeds a limit; returns it with how often that took."""
+    return jax.lax.while_loop(lambda c: c[0] < limit, lambda c: (2 * c[0], c[1] + 1), (1 + number**2, 0))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("num_maps", [1, 2])
+def test_a_while_loop_under_vmap_ends_for_each_example_at_its_own_trip(seed, num_maps):
+    def fn(numbers, limits):
+        loop = grown
+        for _ in range(num_maps):
+            loop = jax.vmap(loop)
+        return loop(numbers, limits**2 * 40)
+
+    shape = (8, 4)[:num_maps]
+    check(fn, (array(*shape), array(*shape)), seed, (2, 4))
+
+
+def test_the_trips_of_a_while_loop_under_vmap():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)
+    numbers, limits = jnp.zeros(8), jnp.array([0.5, 1, 2, 3, 4, 5, 9, 16])
+    for executor in ("program", "constraints"):
+        given = (PartitionSpec(("data", "model")),) * 2
+        step = diffshard.search(jax.vmap(grown), mesh, hardware="h100", in_shardings=given, executor=executor)
+        result, trips = step(*step.plan(numbers, limits).shard(numbers, limits))
+        assert trips.tolist() == [0, 0, 1, 2, 2, 3, 4, 4]
+        assert result.tolist() == [1, 1, 2, 4, 4, 8, 16, 16]

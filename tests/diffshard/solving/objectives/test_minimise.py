@@ -12,7 +12,7 @@ import diffshard
 from cost.base import Problem
 from cost.evaluation import Evaluator, evaluate
 from cost.quantities import LiveMemory, Quantity, amounts_of
-from diffshard.base import InfeasibleError
+from diffshard.base import InfeasibleError, Solution
 from diffshard.solving.objectives.minimise import minimise
 from diffshard.solving.objectives.objective import Objective
 from diffshard.solving.solve import solve
@@ -188,6 +188,26 @@ def test_solve_takes_an_objective_and_a_time_limit():
     )
     memory = {"memory": LiveMemory(free)}
     assert not diffshard.solve(free, objective=Objective(lambda a: jnp.sum(a["memory"]), memory)).feasible
+
+
+def test_a_search_that_finds_nothing_feasible_has_the_price_and_the_bound_of_the_objective(monkeypatch):
+    problem = Problem(
+        [np.zeros(2)], np.zeros((0, 2), int), [], usage_node=np.array([0]), usage=[np.array([0.0, 5.0])],
+        usage_interval=np.array([[0, 1]]), memory_limit=4.0,
+    )  # fmt: skip
+    squared = Objective(lambda amounts: amounts["of"] ** 2, {"of": Quantity([np.array([9.0, 10.0])])})
+
+    def does_not_fit(tangent, *_, **__):
+        costs = tangent.node_cost[0]
+        return Solution(
+            (1,), float(costs[1]), float(min(costs)), math.inf, False, 1.0, ((0.0, 1.0, 1.0),), "time limit"
+        )
+
+    monkeypatch.setattr("diffshard.solving.solve.run_solver", does_not_fit)
+    found = solve(problem, objective=squared)
+    assert not found.feasible
+    assert found.cost == 100.0
+    assert found.lower_bound <= 81.0  # of the choice that fits; the tangent has costs from 162 to 200
 
 
 def test_an_interrupted_search_returns_its_best_choice_with_the_bound_so_far():
