@@ -24,6 +24,7 @@ from diffshard.pipelines.microbatches import (
 from diffshard.pipelines.plans.base import BatchMeans
 from diffshard.sharding_search.call import abstract_array
 from diffshard.staged_array import StagedArray
+from search_spaces.pipelines.batch_states import Split
 from search_spaces.pipelines.cut_candidates import Cut, CutCandidate, cut_candidates
 from search_spaces.pipelines.forward_backward import is_transposed
 from search_spaces.pipelines.layer_flow import layer_flow
@@ -196,7 +197,24 @@ def uncut_step(
             )
     is_estimating = batch_means == "each_microbatch"
     function = divided_call(call, count, _COUNT_NAME, num_groups, estimates_sums=is_estimating)
-    return UncutStep(call, function, step_parts(function, call.feedback), batch_means=batch_means)
+    parts = step_parts(function, call.feedback)
+    _check_is_batch(call, parts)
+    return UncutStep(call, function, parts, batch_means=batch_means)
+
+
+def _check_is_batch(call: TracedCall, parts: StepParts) -> None:
+    """Refuses a state, such as an optimiser's, in the place of the batch: the step replaces it and sums nothing over it.
+
+    Micro-batches of it would be parts of its update, which is right in its results and no pipeline at all.
+    """
+    is_summed = any(not isinstance(parts.states[made], Split) for made in parts.each.makes)
+    if not is_summed and set(call.batch) <= set(parts.replaced):
+        raise ValueError(
+            f"`Pipeline.batch_argnums` must name arguments that have the batch, but {call.name} returns new values of "
+            f"all of them, as of {call.paths[call.batch[0]]}, and adds no gradients up over them: they are its state. "
+            "Give the position of the batch, such as `Pipeline(batch_argnums=2)` for a step of parameters, optimiser "
+            "state and batch."
+        )
 
 
 def cut_step(step: UncutStep, cuts: Sequence[Cut]) -> CutStep:

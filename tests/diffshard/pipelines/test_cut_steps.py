@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax import lax
 
+import diffshard
 from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.cutting import cut_step, uncut_step
 from diffshard.staged_array import StagedArray
@@ -208,3 +209,19 @@ def test_loops_that_cannot_be_divided_are_refused_by_name(loss, message):
     scan = next(i for i, e in enumerate(whole.parts.each.program.jaxpr.eqns) if e.primitive.name == "scan")
     with pytest.raises(ValueError, match=message):
         cut_step(whole, [Cut(scan, 2)])
+
+
+def test_a_state_in_the_place_of_the_batch_is_refused():
+    def momentum_step(weights, momentum, batch):
+        loss, gradient = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(weights)
+        momentum = 0.9 * momentum + gradient
+        return weights - 0.1 * momentum, momentum, loss
+
+    arguments = jnp.ones((4, 4)), jnp.zeros((4, 4)), jnp.ones((8, 4))
+    cluster = diffshard.Cluster([diffshard.Hosts(2, devices=1, hardware="v100")])
+    with pytest.raises(
+        ValueError, match=r"`Pipeline\.batch_argnums` must name .* as of momentum, and adds no gradients"
+    ):
+        diffshard.search(momentum_step, cluster, pipeline=diffshard.Pipeline(microbatches=2)).plan(*arguments)
+    pipeline = diffshard.Pipeline(batch_argnums=2, microbatches=2)
+    assert diffshard.search(momentum_step, cluster, pipeline=pipeline).plan(*arguments).num_microbatches == 2
