@@ -203,7 +203,7 @@ def uncut_step(
 
 
 def _check_is_batch(call: TracedCall, parts: StepParts) -> None:
-    """Refuses a state, such as an optimiser's, in the place of the batch: the step replaces it and sums nothing over it.
+    """Refuses a state, such as an optimiser's, as the batch: the step replaces it and sums nothing over it.
 
     Micro-batches of it would be parts of its update, which is right in its results and no pipeline at all.
     """
