@@ -134,6 +134,8 @@ class Training(Generic[PlanT]):
                 f"`num_steps` is {num_steps}, but there is a checkpoint of step {self._last_saved} already. Count all "
                 "steps since the first start: begin with `training.num_steps`."
             )
+        if not _has_only_text_as_keys(data):
+            raise ValueError(f"`data` must be JSON values, whose dictionaries have text as keys, not {data!r}.")
         try:
             data = json.loads(json.dumps(data, allow_nan=False))  # a copy, as the checkpoint has it when it is read
         except (TypeError, ValueError) as error:
@@ -200,3 +202,10 @@ def difference_of(one: str, first: Sequence[SavedArray], other: str, second: Seq
 def saved_arrays(paths: Sequence[str], arrays: Sequence[jax.ShapeDtypeStruct]) -> tuple[SavedArray, ...]:
     """Returns arrays as a checkpoint has them."""
     return tuple(SavedArray(p, tuple(a.shape), str(a.dtype)) for p, a in zip(paths, arrays, strict=True))
+
+
+def _has_only_text_as_keys(data: Any) -> bool:
+    """Whether all keys in JSON values are text: others would come back as text from a file."""
+    if isinstance(data, dict):
+        return all(isinstance(key, str) and _has_only_text_as_keys(value) for key, value in data.items())
+    return not isinstance(data, list | tuple) or all(map(_has_only_text_as_keys, data))

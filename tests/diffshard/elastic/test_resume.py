@@ -328,6 +328,8 @@ def test_a_save_checks_its_arguments(tmp_path):
             training.save(0, state)
         with pytest.raises(ValueError, match="`data` must be JSON values"):
             training.save(3, state, {"x": np.zeros(3)})
+        with pytest.raises(ValueError, match="dictionaries have text as keys, not"):
+            training.save(3, state, {"seen": [{7: True}]})
         with pytest.raises(ValueError, match=r"only the state of `init` has `state\['params'\]\['up'\]`"):
             training.save(3, {**state, "params": {k: v for k, v in state["params"].items() if k != "up"}})
 
