@@ -65,7 +65,7 @@ class _SlowTests:
     """Writes the functions of tests that take long."""
 
     def __init__(self):
-        self.seconds = collections.Counter[str]()
+        self.seconds = collections.defaultdict[str, float](float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[_function(report.nodeid)] += report.duration

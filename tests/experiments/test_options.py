@@ -126,7 +126,9 @@ def instance_g(monkeypatch, tmp_path):
 @pytest.mark.parametrize(("words", "table"), [([], "contest_table"), (["--ablation"], "ablation_table")])
 def test_options_of_the_contest(asked_for, instance_g, words, table):
     words = [*words, "--instances", "G", "--seeds", "2", "--share", "0.5", "--jobs", "4", "--records", "runs"]
-    assert asked_for(iopddl, table, words) == ((["G"], 2, 0.5, 4, Path("runs")), {})
+    found, how = asked_for(iopddl, table, words)
+    assert (found[:5], how) == ((["G"], 2, 0.5, 4, Path("runs")), {})
+    assert found[5:] in ((), ("run",))  # whose seconds limit a run: only the table of the contest can be asked
 
 
 def test_generated_problems_of_all_sizes_are_printed(monkeypatch, capsys):

@@ -156,7 +156,7 @@ def test_given_shardings_are_kept(monkeypatch):
     plan = search(in_shardings=(None, P("data"))).plan(STATE, BATCH)
     assert {name for name, _ in rounds[0]} == {"found"}
     assert plan.comparison is not None
-    assert plan.comparison.notes == ("x: no expert's plan takes part, because shardings are given.",)
+    assert plan.comparison.notes == ("x: no baseline's plan takes part, because shardings are given.",)
     assert plan.arguments[-1].partition_spec == P("data", None)
 
 

@@ -62,7 +62,7 @@ def trained(products, calls):
 class _KnownLosses:
     """Losses of a function by a formula: a group alone does little, and each pair of groups more."""
 
-    measured_by, takes_looks = "a formula", True
+    measured_by, takes_looks, overflows = "a formula", True, ()
 
     def __init__(self, request):
         self.graph = request.traced_function.graph
@@ -224,7 +224,7 @@ def test_a_loss_for_each_example_is_no_loss():
 
 def test_formats_that_diverge_are_measured_as_inf():
     losses = losses_of(diffshard.formats.Formats(1.0, calls=calls_of(3, 4), steps=2))
-    losses._run = lambda state, calls, on: (state, np.full(len(calls), np.inf if on else 1.0))  # pyright: ignore
+    losses.run = lambda state, calls, on: (state, np.full(len(calls), np.inf if on else 1.0))  # pyright: ignore
     groups = list(losses.groups.values())
     assert losses.increase_of({m for group in groups for m in group.members}) == (np.inf, None)
     assert losses.increases_at(set(), groups) == [np.inf] * len(groups)
@@ -255,7 +255,7 @@ def test_known_increases_begin_the_rounds_and_name_what_may_be_rounded():
     [
         ({"increases": {"nobody": 0.0}}, ValueError, "names 'nobody', which is no group of products"),
         ({"increases": [1]}, TypeError, "must be a dictionary"),
-        ({"increases": {"nobody": float("nan")}}, ValueError, "must be a number, not nan"),
+        ({"increases": {"nobody": float("nan")}}, ValueError, "must be a number, 0 or more, not nan"),
         ({"calls": iter(())}, TypeError, "`Formats.calls` must be a list or tuple"),
     ],
 )

@@ -154,7 +154,7 @@ def test_nothing_is_left_behind_after_planning():
     q, k, v = plain()
     planned = diffshard.search(attention(), AbstractMesh((2,), ("data",)), hardware="h100")
     planned.plan(q, k, v)
-    with pytest.raises(RuntimeError, match="cuDNN is not detected"):
+    with pytest.raises(RuntimeError, match=r"cuDNN (is not detected|not found)"):
         jax.eval_shape(attention(), q, k, v)
 
 
@@ -181,7 +181,7 @@ def test_threads_plan_side_by_side():
             assert is_inside.wait(60)
         may_leave.set()
         assert [x.shape[0] for x in planned.result()] == [3, 3, 3]
-    with pytest.raises(RuntimeError, match="cuDNN is not detected"):
+    with pytest.raises(RuntimeError, match=r"cuDNN (is not detected|not found)"):
         jax.eval_shape(attention(), *plain(batch=5))
 
 
