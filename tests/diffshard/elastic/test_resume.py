@@ -68,8 +68,7 @@ def test_a_restored_state_is_the_saved_one_in_the_new_shardings(tmp_path):
 
 
 def test_what_is_saved_beside_the_state_is_what_it_was_at_the_save(tmp_path, monkeypatch):
-    data = {"position": 1, "epochs": {10: "ten", 9: "nine"}}
-    as_read = {"position": 1, "epochs": {"10": "ten", "9": "nine"}}
+    data = {"position": 1, "epochs": {"10": "ten", "9": "nine"}}
     may_write = threading.Event()
 
     def write_when_told(*args, **kwargs):
@@ -81,7 +80,7 @@ def test_what_is_saved_beside_the_state_is_what_it_was_at_the_save(tmp_path, mon
         training.save(1, training.restore(), data)
         data["position"] = 99
         may_write.set()
-    assert resumed(tmp_path).data == as_read
+    assert resumed(tmp_path).data == {**data, "position": 1}
 
 
 def test_what_is_saved_is_the_state_before_the_next_step_takes_its_memory(tmp_path):
