@@ -86,7 +86,7 @@ def one_use(losses: MeasuredLosses, groups: Sequence[ProductGroup]) -> list[floa
 def estimates_of(losses: MeasuredLosses, groups: Sequence[ProductGroup]) -> dict[str, tuple[list[float], float]]:
     """Returns by name of an estimate what it predicts of each group, and its processor seconds."""
     ways: dict[str, Callable[[], list[float]]] = {
-        "paired looks": lambda: losses.increases_by_pairs(frozenset(), groups),
+        "paired looks": lambda: losses.increases_at(frozenset(), groups),
         "random looks, regression": lambda: losses.increases_by_regression(frozenset(), groups),
         "hypergradient": lambda: losses.increases_by_gradients(frozenset(), groups),
         "loss of one use": lambda: one_use(losses, groups),

@@ -17,7 +17,9 @@ import numpy as np
 from jax import lax
 
 _LEAST_SHARE = 0.01
-"""Of the mean load, for experts that hardly any token chooses: each expert must have some work. Chosen by hand."""
+"""The least load of an expert as a share of the mean load: an expert that hardly any token chooses must have some work.
+
+Chosen by hand."""
 
 
 class ExpertLoads(NamedTuple):

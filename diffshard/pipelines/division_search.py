@@ -27,7 +27,7 @@ from diffshard.pipelines.stage_programme import (
 from diffshard.pipelines.stage_search import StageLayout
 
 _MOST_HOSTS = 4
-"""Of more hosts of a kind than these, only powers of two are parts."""
+"""Up to this many hosts of a kind, each number of them is tried as a part; of more hosts only powers of two are."""
 
 
 def kinds_alone(cluster: Cluster) -> list[tuple[int, ...]]:

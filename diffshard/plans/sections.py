@@ -123,7 +123,7 @@ class Rematerialisation:
 
 
 MOST_SHARE = 0.1
-"""Of a step's predicted computing: a plan in which more is repeated is told by a warning."""
+"""The share of a step's predicted computing above which repeated work is told by a warning."""
 
 
 class WholeWorkWarning(UserWarning):

@@ -149,22 +149,18 @@ class MeasuredLosses:
     def increases_at(self, products: Set[FormatKey], groups: Sequence[ProductGroup]) -> list[float]:
         """Measures what each group adds to the loss of a whole training where other products are in formats.
 
+        By looks ahead with the group and without it, beside the given products. The looks begin in a training with the
+        given products in formats. Of a group among these it is what the loss falls by without it. The losses of the
+        second half of each look are compared, and the increases of all looks averaged. A group whose losses are lower
+        on average counts as harmless: there rounding is noise. One with losses that are not finite has the increase
+        inf.
+
         Args:
           products: that are in formats.
           groups: of the function.
 
         Raises:
           ValueError: a loss without these groups is not finite.
-        """
-        return self.increases_by_pairs(products, groups)
-
-    def increases_by_pairs(self, products: Set[FormatKey], groups: Sequence[ProductGroup]) -> list[float]:
-        """Measures each group by looks ahead: with it and without it, beside the given products.
-
-        The looks begin in a training with the given products in formats. Of a group among these it is what the loss
-        falls by without it. The losses of the second half of each look are compared, and the increases of all looks
-        averaged. A group whose losses are lower on average counts as harmless: there rounding is noise. One with
-        losses that are not finite has the increase inf.
         """
         current = frozenset(products)
         losses = []

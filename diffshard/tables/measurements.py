@@ -25,7 +25,7 @@ from search_spaces.embedding_tables.prices import device_features, piece_feature
 
 _PARTS = 16  # of a table, for which accesses are counted
 _MOST_BYTES = 2**28
-"""Of the tables of one sample; larger tables are drawn smaller, so that a sample takes little memory."""
+"""What the tables of one sample take at most; larger tables are drawn smaller, so that a sample takes little memory."""
 _BATCH_SIZES = (2048, 4096, 8192, 16384)
 _MOST_PIECES, _MOST_ROWS_COPIED = 12, 10**4.5
 

@@ -62,7 +62,7 @@ class Settings:
       host_devices: emulated devices of this machine's processor in place of JAX's devices; 0 for none.
       size: "full" for models as wide as real ones, "small" for tests.
       matrix_size, largest_bytes, repeats: as in `diffshard.hardware.calibrate`.
-      rounds, steps: each round is the mean of so many steps.
+      rounds, steps: how many rounds there are, and how many steps each of them is the mean of.
       search_s: the solver's time limit.
       traces: a folder for the profiler's traces; empty for none.
     """

@@ -19,7 +19,7 @@ from jax.extend import core
 from search_spaces.replay import CALLS, REMAT, bind, context_of
 
 _MOST_ELEMENTS = 2**22
-"""Of indices that are computed to see whether they are the numbers of rows: 16 MiB of them."""
+"""How many indices are computed at most to see whether they are the numbers of rows; they take 16 MiB."""
 
 
 class _Names(NamedTuple):

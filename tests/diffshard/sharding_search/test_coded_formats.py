@@ -107,7 +107,7 @@ def test_one_device_measures_the_losses_of_the_program():
     exact = losses.run({}, losses._calls, frozenset())[1]
     assert np.abs(exact - measured).max() > 1e-6
     (by_gradients,) = losses.increases_by_gradients(frozenset(), [group])
-    (by_pairs,) = losses.increases_by_pairs(frozenset(), [group])
+    (by_pairs,) = losses.increases_at(frozenset(), [group])
     assert 0 <= by_gradients < 0.01
     assert 0 <= by_pairs < 0.01
 

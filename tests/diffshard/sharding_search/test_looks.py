@@ -101,7 +101,7 @@ def test_operands_without_a_scale_are_counted_and_warned_of():
     assert sorted(np.isinf(list(plan.formats.increases.values()))) == [False, False, True]
     losses = losses_of(diffshard.formats.Formats(1.0, calls=calls, steps=2), masked_step)
     first, *others = losses.groups.values()
-    losses.increases_by_pairs(frozenset(), [first, *others])
+    losses.increases_at(frozenset(), [first, *others])
     assert losses.overflows == {first.name: 4}  # one operand in each of two steps, of two looks
 
 
