@@ -20,7 +20,7 @@ from diffshard.pipelines.stage_calls import HOST_MEMORY
 from diffshard.plans.base import Executor, LogicalAxisRules
 from diffshard.sharding_search.call import are_arrays, split
 from diffshard.sharding_search.logical_axes import checked_rules, logical_axes_of, spec_by_rules
-from diffshard.sharding_search.options import DEFAULT_SOLVER, Remat
+from diffshard.sharding_search.options import DEFAULT_SOLVER, Remat, positional_names, signature_of
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.solving.solve import check_key, resolve
@@ -205,12 +205,11 @@ def checked_arguments(
     if any(number is None or number < 0 for number in checked):
         raise ValueError(f"`{kind}_argnums` must be positions of arguments, 0 or more, not {tuple(numbers)!r}.")
     found = [number for number in checked if number is not None]
-    try:
-        parameters = inspect.signature(fn).parameters
-    except (TypeError, ValueError):  # a built-in function
+    signature = signature_of(fn)
+    if signature is None:
         return NamedArguments(tuple(found), tuple(names))
+    parameters, named = signature.parameters, positional_names(signature)
     kinds = {p.kind for p in parameters.values()}
-    named = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     function = getattr(fn, "__name__", "the function")
     for number in found:
         if number >= len(named) and inspect.Parameter.VAR_POSITIONAL not in kinds:
