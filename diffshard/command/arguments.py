@@ -227,29 +227,35 @@ def writing(option: str, path: str) -> Iterator[None]:
 def show_progress(what: str, format_cost: Callable[[float], str], stream: TextIO | None = None) -> Iterator[Progress]:
     """Gives a `progress` function that shows the best cost and the bound, on a terminal in one live line.
 
+    The seconds shown are those since this call: a search of several problems reports the seconds of each. Where lines
+    cannot be taken back, as in a log, only what changed is written.
+
     Args:
       what: what is being done, such as "searching step".
       format_cost: writes a cost with its unit.
       stream: where progress is shown; None is stderr.
     """
-    out = sys.stderr if stream is None else stream
+    out, start = sys.stderr if stream is None else stream, time.perf_counter()
     if out.isatty():
         with Console(file=out).status(what) as status:
 
-            def live(seconds: float, cost: float, lower_bound: float) -> None:
-                status.update(f"{what}: {state_text(seconds, cost, lower_bound, format_cost)}")
+            def live(_: float, cost: float, lower_bound: float) -> None:
+                elapsed_s = time.perf_counter() - start
+                status.update(f"{what}: {state_text(elapsed_s, cost, lower_bound, format_cost)}")
 
             yield live
         return
     print(what, file=out, flush=True)
-    last_s, last_line = -math.inf, ""
+    last_s, last_line, last_state = -math.inf, "", None
 
-    def print_line(seconds: float, cost: float, lower_bound: float) -> None:
-        nonlocal last_s, last_line
-        last_line = f"  {state_text(seconds, cost, lower_bound, format_cost)}"
-        if time.perf_counter() - last_s >= _MIN_SECONDS_BETWEEN_LINES:
+    def print_line(_: float, cost: float, lower_bound: float) -> None:
+        nonlocal last_s, last_line, last_state
+        now = time.perf_counter()
+        if (cost, lower_bound) != last_state:
+            last_line, last_state = f"  {state_text(now - start, cost, lower_bound, format_cost)}", (cost, lower_bound)
+        if last_line and now - last_s >= _MIN_SECONDS_BETWEEN_LINES:
             print(last_line, file=out, flush=True)
-            last_s, last_line = time.perf_counter(), ""
+            last_s, last_line = now, ""
 
     yield print_line
     if last_line:

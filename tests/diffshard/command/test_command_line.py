@@ -1,5 +1,6 @@
 """The command as a whole: showing plans, interrupting, progress, and its ways to be started."""
 
+import itertools
 import json
 import os
 import signal
@@ -132,7 +133,21 @@ def test_progress_goes_out_as_plain_lines_and_the_last_is_never_lost(capsys):
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "working"
     assert 2 <= len(lines) < 10
-    assert lines[-1] == "  9.9 s, best 1.0, lower bound 0.5, gap 50.00%"
+    assert lines[-1].endswith(" s, best 1.0, lower bound 0.5, gap 50.00%")
+
+
+def test_plain_lines_say_only_what_changed_in_seconds_of_the_whole_search(capsys, monkeypatch):
+    clock = itertools.count(10.0)
+    monkeypatch.setattr("diffshard.command.arguments.time.perf_counter", lambda: next(clock))
+    with show_progress("working", str) as progress:
+        for seconds in (0.5, 0.7, 0.1, 0.2):  # of two problems, one after the other
+            progress(seconds, 2.0, 1.0)
+        progress(0.3, 2.0, 1.5)
+    assert capsys.readouterr().err.splitlines() == [
+        "working",
+        "  1.0 s, best 2.0, lower bound 1.0, gap 50.00%",
+        "  5.0 s, best 2.0, lower bound 1.5, gap 25.00%",
+    ]
 
 
 def test_python_dash_m_is_the_same_command():
