@@ -23,10 +23,9 @@ from diffshard.plans.sections import PredictedComputing
 from diffshard.sharding_search.executors import default_executor, executor_notes
 from diffshard.sharding_search.fingerprints import function_digest
 from diffshard.sharding_search.layout import signature_of
-from diffshard.sharding_search.memory_profile import memory_profile_of
 from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, Remat
 from diffshard.sharding_search.plan import Plan
-from diffshard.sharding_search.predicted_timeline import predicted_timeline
+from diffshard.sharding_search.predicted_timeline import memory_profile_of, predicted_timeline
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.step_objective import (
     StepCost,

@@ -24,6 +24,7 @@ from search_spaces.replay import bind
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.exceptional_rules import exceptional_rule, is_higher_order, reduction_adds, shape_of
 from search_spaces.sharding.factors import Factors, Mark, rule_from_factors, with_window_halos
+from search_spaces.sharding.graph import Graph
 from search_spaces.sharding.opaque.operations import OPAQUE
 
 _RULES_PASS = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
@@ -294,3 +295,13 @@ def _num_elements(value: Any) -> int:
 
 def _shape(type_: Any) -> tuple[int, ...]:
     return tuple(type_.shape) if isinstance(type_, ir.ShapedType) and type_.has_rank else ()
+
+
+def rules_of(graph: Graph) -> list[Rule | None]:
+    """Returns for each vertex its rule; None for arguments, loops' borders, and operations that have none."""
+    operations = list(graph.operations())
+    rules: list[Rule | None] = [None] * len(graph.vertices)
+    equations = [v.equation for v in operations if v.equation is not None]
+    for vertex, rule in zip(operations, operation_rules(equations), strict=True):
+        rules[vertex.index] = rule
+    return rules

@@ -57,7 +57,6 @@ from search_spaces.sharding.explaining import (
 )
 from search_spaces.sharding.forms import forms_of
 from search_spaces.sharding.graph import Graph
-from search_spaces.sharding.held_positions import held_positions
 from search_spaces.sharding.kept_codes import LateReads, Residuals
 from search_spaces.sharding.kernels import Kernels, kernels_of
 from search_spaces.sharding.memory import Lifetimes, Usages, lifetimes_of, usages_of
@@ -68,9 +67,9 @@ from search_spaces.sharding.notes import notes_of
 from search_spaces.sharding.program_steps import ProgramSteps, program_steps
 from search_spaces.sharding.repetition import alike_nodes
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
-from search_spaces.sharding.rules import rules_of
 from search_spaces.sharding.schedule import ProgramSchedule
-from search_spaces.sharding.scheduling import make_schedule
+from search_spaces.sharding.scheduling import held_positions, make_schedule
+from search_spaces.sharding.shardy import rules_of
 from search_spaces.sharding.step_quantities import preference_problem, step_problem, step_quantities
 from search_spaces.sharding.tracing import build_graph, feedback_of
 from search_spaces.sharding.whole_work import WholeWork, whole_work

@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from search_spaces.sharding.opaque.differentiation import DifferentiableKernel
-from search_spaces.sharding.opaque.kernel import Kernel
+from search_spaces.sharding.opaque.kernel import Kernel, Price, checked_price
 from search_spaces.sharding.opaque.notation import parse_rule
-from search_spaces.sharding.opaque.prices import Price, checked_price
 
 
 def kernel(

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import diffshard
-from diffshard.sharding_search.local_arrays import part_shape, part_text, sample_text
+from diffshard.sharding_search.placing_arrays import part_shape, part_text, sample_text
 from tests.processes import run_processes
 
 _PLACE = """
