@@ -58,11 +58,7 @@ class Agreement:
 
     @classmethod
     def next_of(cls, indices: tuple[int, ...], what: str, name: str = "") -> "Agreement":
-        """Returns the next exchange of these processes, of those with this name.
-
-        Raises:
-          ProcessesError: there is no coordination service, or this version of JAX has another one.
-        """
+        """Returns the next exchange of these processes, of those with this name."""
         client = service_client()
         if client is None:
             raise ProcessesError(
@@ -164,11 +160,7 @@ class Agreement:
             return str(error)
 
     def gathered(self, own: str) -> list[str]:
-        """Returns a text of each process, in order of their numbers; the own one is of this process.
-
-        Raises:
-          MissingError: a process has failed or ended, or did not come in time.
-        """
+        """Returns a text of each process, in order of their numbers; the own one is of this process."""
         first, *others = self.indices
         if not self.is_first:
             self.put(f"answer/{jax.process_index()}", json.dumps({"text": own}).encode())

@@ -32,11 +32,7 @@ the time after which JAX aborts, and above what a library may compute without le
 
 
 def service_client() -> Any:
-    """Returns the client of JAX's coordination service; None where it does not run.
-
-    Raises:
-      ProcessesError: this version of JAX has no such client, or another one.
-    """
+    """Returns the client of JAX's coordination service; None where it does not run."""
     state = service_state()
     client = getattr(state, "client", None)
     if not hasattr(state, "client") or (client is not None and not all(hasattr(client, name) for name in _METHODS)):

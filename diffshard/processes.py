@@ -123,9 +123,6 @@ class Processes:
           what: what they are about to do, for errors.
           make: makes it; the error of one process becomes an error of all.
           facts: texts about it, by name, as in `check_alike`.
-
-        Raises:
-          ProcessesError: as `check_alike`; or `make` raised an error in another process.
         """
         if self.is_one:
             return make()
@@ -180,9 +177,6 @@ class Processes:
         Args:
           what: what is made, for errors.
           make: makes JSON values, for which it may take `ARRIVAL_LIMIT_S` longer than in the fastest process.
-
-        Raises:
-          ProcessesError: `make` raised an error in another process, or one did not come within `ARRIVAL_LIMIT_S`.
         """
         if self.is_one:
             return [make()]

@@ -30,12 +30,7 @@ class SolveOptions(TypedDict, total=False):
 
 
 def checked_solve_options(options: Mapping[str, Any]) -> SolveOptions:
-    """Returns all four options, None for those that were left out; also where no solver will be asked.
-
-    Raises:
-      TypeError: there is no such option, or `progress` is no function.
-      ValueError: another option breaks its rule; the error names it and its value.
-    """
+    """Returns all four options, None for those that were left out; also where no solver will be asked."""
     names = SolveOptions.__annotations__
     if unknown := [name for name in options if name not in names]:
         raise TypeError(f"`{unknown[0]}` is no argument; those for the solver are {', '.join(names)}.")

@@ -55,10 +55,6 @@ def last_whole_checkpoint(directory: str, processes: Processes) -> tuple[Checkpo
     The first process reads what there is, and the files whose checksums are compared are divided among all: so it takes
     a part of the time, and every process has read from the directory before it trusts it.
 
-    Args:
-      directory: that all processes see.
-      processes: that call this together.
-
     Returns:
       The checkpoint, None if there are none; and what is wrong with newer ones that are damaged, by number of steps.
       The same in all processes.
@@ -89,12 +85,7 @@ def last_whole_checkpoint(directory: str, processes: Processes) -> tuple[Checkpo
 
 
 def divided(files: Files, count: int) -> list[dict[str, tuple[int, int]]]:
-    """Divides files into parts of about equal size: the largest first, each to the part that has least.
-
-    Args:
-      files: size and checksum of each.
-      count: of parts.
-    """
+    """Divides files into parts of about equal size: the largest first, each to the part that has least."""
     parts: list[dict[str, tuple[int, int]]] = [{} for _ in range(count)]
     sizes = [0] * count
     for name in sorted(files, key=lambda name: (-files[name][0], name)):
@@ -105,11 +96,7 @@ def divided(files: Files, count: int) -> list[dict[str, tuple[int, int]]]:
 
 
 def _damage_seen_by_all(folder: str, files: Files, processes: Processes) -> str | None:
-    """Returns what is wrong with the files of a checkpoint, of which each process reads a part; None if nothing is.
-
-    Raises:
-      ProcessesError: a process does not see the folder, or finds wrong what the first one reads without a fault.
-    """
+    """Returns what is wrong with the files of a checkpoint, of which each process reads a part; None if nothing is."""
     processes.check_alike(_CHECK, {f"whether there is a folder `{folder}`": str(os.path.isdir(folder))})
     parts, first = divided(files, len(processes.indices)), processes.indices[0]
     damages = processes.gathered(_CHECK, lambda: damage_of(folder, parts[processes.place]))

@@ -56,14 +56,7 @@ class SavedArray:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint.
-
-    Attributes:
-      folder: where it is.
-      num_steps: that the training had made.
-      arrays: of the state, in order.
-      data: what the user saved beside the state, JSON values.
-    """
+    """A whole checkpoint."""
 
     folder: str
     num_steps: Count
@@ -112,12 +105,7 @@ def write_manifest(
 
 
 def read_manifest(folder: str) -> tuple[Checkpoint, Files]:
-    """Reads what a checkpoint is, and size and checksum of each of its files.
-
-    Raises:
-      CheckpointError: the manifest is missing or damaged.
-      IncompatibleError: a newer version of diffshard wrote it, or for another step than that of the folder's name.
-    """
+    """Reads what a checkpoint is, and size and checksum of each of its files."""
     path = os.path.join(folder, MANIFEST)
     try:
         with open(path, encoding="utf-8") as file:
@@ -163,12 +151,7 @@ def _manifest_of(values: Any) -> _Manifest:
 
 
 def damage_of(folder: str, files: Files) -> str | None:
-    """Returns what is wrong with the files of a checkpoint; None if nothing is.
-
-    Args:
-      folder: of the checkpoint.
-      files: size and checksum of each file, from its manifest.
-    """
+    """Returns what is wrong with the files of a checkpoint; None if nothing is."""
     for name in sorted(files):
         path = os.path.join(folder, name)
         try:

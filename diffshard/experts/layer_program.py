@@ -61,14 +61,7 @@ class Layout(Protocol):
 
 
 class LayerProgram:
-    """A layer of experts for `shard_map`.
-
-    Args:
-      layout: where the experts lie.
-      expert: as for `ExpertLayout.apply`.
-      capacity: C.
-      num_chosen: K.
-    """
+    """A layer of experts for `shard_map`."""
 
     def __init__(self, layout: Layout, expert: Expert, capacity: int, num_chosen: int):
         self._layout, self._expert, self._capacity, self._num_chosen = layout, expert, capacity, num_chosen

@@ -11,16 +11,7 @@ from diffshard.sharding_search.call import Structure, array_paths, split
 
 
 class FreshState:
-    """A state that is not made yet: its shapes are known, and no device ever holds all of it.
-
-    Args:
-      init: makes it.
-      *args: what `init` takes, such as a random key.
-
-    Attributes:
-      arrays: shapes and dtypes of its arrays, as `jax.ShapeDtypeStruct`.
-      structure: of its pytree.
-    """
+    """A state that is not made yet: its shapes are known, and no device ever holds all of it."""
 
     def __init__(self, init: Callable[..., Any], *args: Any):
         self._init, self._args = init, args

@@ -169,11 +169,7 @@ class Options:
         return name in self.positional_names and self.positional_names.index(name) in numbers
 
     def _number_of(self, name: Any, argument: str) -> int | None:
-        """Returns the position of an argument with a name; None if it is taken by keyword only.
-
-        Raises:
-          ValueError: the function has no such argument; `argument` says where the name stands.
-        """
+        """Returns the position of an argument with a name; None if it is taken by keyword only."""
         if name in self.positional_names:
             return self.positional_names.index(name)
         parameters = {} if self.signature is None else self.signature.parameters
@@ -332,11 +328,7 @@ def _check_mesh(mesh: Any) -> None:
 
 
 def _checked_positions(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
-    """Returns positions of arguments as integers.
-
-    Raises:
-      ValueError: one of them is none.
-    """
+    """Returns positions of arguments as integers."""
     checked = [whole_number(number) for number in numbers]
     if any(number is None or number < 0 for number in checked):
         raise ValueError(f"`{name}` must be positions of arguments, 0 or more, not {tuple(numbers)!r}.")

@@ -73,11 +73,7 @@ def place_local(
 
 
 def _check_whole(tensors: Sequence[Tensor], paths: Sequence[str], arrays: Sequence[Any], mesh: Mesh) -> None:
-    """Checks that arrays are the plan's; the error tells those that are the parts of one process.
-
-    Raises:
-      PlanError: they are not.
-    """
+    """Checks that arrays are the plan's; the error tells those that are the parts of one process."""
     abstract = tuple(map(abstract_array, arrays))
     try:
         check_arrays(tensors, paths, abstract)
@@ -91,11 +87,7 @@ def _check_whole(tensors: Sequence[Tensor], paths: Sequence[str], arrays: Sequen
 
 
 def _check_parts(tensors: Sequence[Tensor], paths: Sequence[str], arrays: Sequence[Any], mesh: Mesh) -> None:
-    """Checks that arrays are this process's parts of the plan's, or over all processes.
-
-    Raises:
-      PlanError: one is not; says which part it has to be.
-    """
+    """Checks that arrays are this process's parts of the plan's, or over all processes."""
     if len(arrays) != len(tensors):
         raise PlanError(f"The plan was made for {len(tensors)} arrays in this argument, not {len(arrays)}.")
     for tensor, path, array in zip(tensors, paths, arrays, strict=True):
@@ -123,9 +115,6 @@ def named_arguments(
       static_argnames: of its static arguments that are given by name only.
       args: the first arguments.
       kwargs: further ones.
-
-    Raises:
-      PlanError: one is unknown, or is given twice.
     """
     expected = f"The plan was made for the arguments {', '.join(names)}"
     if len(args) > len(names):
@@ -139,11 +128,7 @@ def named_arguments(
 
 
 def check_arrays(tensors: Sequence[Tensor], paths: Sequence[str], arrays: Sequence[jax.ShapeDtypeStruct]) -> None:
-    """Checks that flat arguments have the shapes, types and places of a plan's.
-
-    Raises:
-      PlanError: names the first argument that differs.
-    """
+    """Checks that flat arguments have the shapes, types and places of a plan's."""
     for tensor, path, array in zip(tensors, paths, arrays, strict=False):
         shape, dtype = array.shape, str(array.dtype)
         is_same_type = (tensor.shape, tensor.dtype) == (shape, dtype)
@@ -187,11 +172,7 @@ def is_global(array: Any) -> bool:
 
 
 def local_part(sharding: NamedSharding, shape: Sequence[int]) -> LocalPart:
-    """Returns which part of an array this process holds.
-
-    Raises:
-      PlanError: its blocks are not a grid, so that they are not one array.
-    """
+    """Returns which part of an array this process holds."""
     blocks = {
         tuple(dimension.indices(size)[:2] for dimension, size in zip(index, shape, strict=True))
         for index in sharding.addressable_devices_indices_map(tuple(shape)).values()

@@ -45,9 +45,6 @@ class PlanStore:
         A plan that the options begin with is not kept if it was made for the same question and so may have been taken
         as it is: other options, such as a shorter time limit, may have found it. A file that is damaged, or not one of
         this store, is told in a warning and replaced.
-
-        Raises:
-          InfeasibleError: as `find`.
         """
         key = key_of(request)
         plan = self.plan(key, request)
@@ -101,11 +98,7 @@ def key_of(request: PlanRequest) -> str:
 
 
 def _from_document(document: Any, key: str, path: str, request: PlanRequest) -> Plan:
-    """Returns the plan of a store's document.
-
-    Raises:
-      PlanError: it is damaged, of another version, or was made for another key.
-    """
+    """Returns the plan of a store's document."""
     check_stored(document, _FORMAT, _VERSION, key, path)
     content = document.get("plan")
     axes = content.get("mesh_axes") if isinstance(content, dict) else None

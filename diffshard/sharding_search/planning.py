@@ -154,11 +154,7 @@ def solve_problem_of(
     progress: Progress | None,
     stop_gap: float = OPTIMAL_GAP,
 ) -> Solution:
-    """Solves a problem of a function's space, equal layers alike where that costs next to nothing.
-
-    Raises:
-      InfeasibleError: no plan fits the memory limit, or each takes too long to be told from a forbidden one.
-    """
+    """Solves a problem of a function's space, equal layers alike where that costs next to nothing."""
     problem = problem._replace(memory_limit=options.memory_limit_bytes)
     limit, least = options.memory_limit_bytes, float(np.max(least_memory(problem)[1]))
     if least > limit:
@@ -194,12 +190,7 @@ def solve_problem_of(
 
 
 def memory_advice(space: ShardingSpace, remat: Remat | None) -> str:
-    """Returns a sentence that says what to do where the memory is too small for a function.
-
-    Args:
-      space: of the function.
-      remat: what of it may be computed again already.
-    """
+    """Returns a sentence that says what to do where the memory is too small for a function."""
     donate = " donate the state (`donate_argnums`)," if donating_helps(space) else ""
     less = "compute the batch in parts (`in_microbatches`)" if remat else 'rematerialise (`remat="search"`)'
     return f"Give more memory or devices,{donate} or {less}."

@@ -68,16 +68,7 @@ class PlanRequest(NamedTuple):
 def recomputing(
     traced_function: TracedFunction, recomputed: frozenset[int], offloaded: Sequence[tuple[int, int, int]] = ()
 ) -> TracedFunction:
-    """Returns a function that runs some steps of its forward pass again in its backward pass.
-
-    Args:
-      traced_function: the function.
-      recomputed: the steps, as `rematerialisation.passes.step_key` numbers them.
-      offloaded: what waits in the host's memory, as `rematerialisation.offloading.Offload`.
-
-    Raises:
-      PlanError: the function has no such steps or arrays.
-    """
+    """Returns a function that runs some steps of its forward pass again in its backward pass."""
     graph = traced_function.graph
     passes, offloads = passes_of(graph), [Offload(*numbers) for numbers in offloaded]
     known = {step_key(step) for one in passes for step in one.forward}

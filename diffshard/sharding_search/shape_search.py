@@ -38,9 +38,6 @@ def plan_of_best_shape(find: Find, judge: Find | None, request: PlanRequest) -> 
       find: finds the plan of a shape; shapes are compared by it.
       judge: makes the plan of the best shape, whose search starts with what was found; None keeps what was found.
       request: with the candidates in its options.
-
-    Raises:
-      InfeasibleError: no plan of any shape fits the memory limit; or as `find` and `judge`.
     """
     options = request.options
     if not options.candidates:

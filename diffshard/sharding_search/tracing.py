@@ -88,15 +88,7 @@ _LEAST_NOTED_BYTES = 2**20
 
 @dataclass(frozen=True)
 class TracedFunction:
-    """A function traced for the arguments of a call.
-
-    Attributes:
-      jaxpr: the function of flat arrays as JAX traces it.
-      graph: the graph of the function.
-      call: the arguments.
-      result: how the result is made of flat arrays.
-      out_paths: a name for each flat result.
-    """
+    """A function traced for the arguments of a call."""
 
     jaxpr: core.ClosedJaxpr
     graph: Graph
@@ -151,11 +143,7 @@ class _Result:
 
 
 def trace_function(options: Options, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> TracedFunction:
-    """Traces the function for arguments that are arrays or `jax.ShapeDtypeStruct`; errors of JAX are passed on.
-
-    Raises:
-      TypeError, ValueError: as `call_of`.
-    """
+    """Traces the function for arguments that are arrays or `jax.ShapeDtypeStruct`; errors of JAX are passed on."""
     return trace_call(options, call_of(options, args, kwargs or {}))
 
 
@@ -197,11 +185,7 @@ def trace_call(options: Options, call: Call, report_lost: ReportLostChanges = wa
 
 
 def _called(options: Options, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Returns what the user's function returns.
-
-    Raises:
-      TypeError: the function is a `jax.jit` with static arguments that the search does not know of.
-    """
+    """Returns what the user's function returns."""
     try:
         return options.fn(*map(plain, args), **{name: plain(argument) for name, argument in kwargs.items()})
     except ValueError as error:
@@ -335,13 +319,7 @@ class _ArgumentPath(str):
 
 
 def named_as_user(flat: Callable[..., list[Any]], options: Options, paths: Sequence[str]) -> Callable[..., list[Any]]:
-    """Returns a function of flat arrays that JAX's errors call by the user's function and its arguments.
-
-    Args:
-      flat: the function of flat arrays.
-      options: with the user's function.
-      paths: a name for each flat array.
-    """
+    """Returns a function of flat arrays that JAX's errors call by the user's function and its arguments."""
 
     def named(*arrays: Any) -> list[Any]:
         return flat(*arrays)

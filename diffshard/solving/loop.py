@@ -100,15 +100,7 @@ def proposals(
 
 
 class Best:
-    """The best proposal so far, by exact price: any feasible one before any other, then less excess, then less cost.
-
-    Attributes:
-      problem: as it was given.
-      evaluate: prices a choice of it.
-      unit: what the costs of reduced problems were divided by.
-      evaluation: of the best choice.
-      lower_bound: the largest bound that was offered.
-    """
+    """The best proposal so far, by exact price: any feasible one before any other, then less excess, then less cost."""
 
     def __init__(self, problem: Problem, progress: Progress | None, start: float, unit: float = 1.0):
         self.problem, self.unit = problem, unit

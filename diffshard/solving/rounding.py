@@ -23,11 +23,7 @@ _LARGEST_EXACT_SUM = 2.0**53
 
 
 class Rounding:
-    """How far the sums of a problem's costs may be off.
-
-    Attributes:
-      largest_cost: no choice without anything forbidden costs more.
-    """
+    """How far the sums of a problem's costs may be off."""
 
     def __init__(self, problem: Problem):
         costs = list(_allowed(problem))

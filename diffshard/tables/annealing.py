@@ -40,15 +40,7 @@ def solve(
     key: jax.Array,
     schedule: Schedule = SCHEDULE,
 ) -> Iterator[Proposal]:
-    """Yields the bound and better and better placements; with a time limit, of slower and slower cooling.
-
-    Args:
-      space: of the tables.
-      problem: that of the space, not presolved.
-      time_limit_s: see `diffshard.base.Solver`.
-      key: the same.
-      schedule: how chains cool.
-    """
+    """Yields the bound and better and better placements; with a time limit, of slower and slower cooling."""
     if math.prod(num_strategies(problem).tolist()) <= gradient.MOST_ENUMERATED:
         yield from enumerated(problem, space.arrays)
         return

@@ -30,13 +30,7 @@ def is_product(vertex: Vertex) -> bool:
 
 
 def computing_of(graph: Graph, layout: Layout, node_costs: NodeCosts) -> Computing:
-    """Returns what computing with a layout is made of.
-
-    Args:
-      graph: the traced function.
-      layout: what each operation runs.
-      node_costs: of the space.
-    """
+    """Returns what computing with a layout is made of."""
     hardware = node_costs.hardware
     products_s = products_at_peak_s = traffic_s = traffic_at_peak_s = 0.0
     for vertex, strategy in zip(graph.vertices, layout.strategies, strict=True):

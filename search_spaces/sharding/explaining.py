@@ -78,26 +78,14 @@ class NextBest(NamedTuple):
 
 
 class NextBests(NamedTuple):
-    """How each array of a choice would be split next best.
-
-    Attributes:
-      vertices: for each vertex, of its first result.
-      inputs: for each flat argument, of how it is stored.
-    """
+    """How each array of a choice would be split next best."""
 
     vertices: tuple[NextBest, ...]
     inputs: tuple[NextBest, ...]
 
 
 class Summary(NamedTuple):
-    """Everything that a plan says about a choice.
-
-    Attributes:
-      layout: how every value is laid out.
-      prediction: what each part costs.
-      memory: what a device has in memory at any time.
-      next_best: how each array would be split next best.
-    """
+    """Everything that a plan says about a choice."""
 
     layout: Layout
     prediction: StepPrediction

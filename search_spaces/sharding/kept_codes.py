@@ -30,13 +30,7 @@ class LateReads(NamedTuple):
 
 
 class Residuals:
-    """The arrays of a step that can be kept as codes.
-
-    Args:
-      graph: the traced function.
-      lifetimes: of its values.
-      shared: ids of the values that several operations read.
-    """
+    """The arrays of a step that can be kept as codes."""
 
     def __init__(self, graph: Graph, lifetimes: Lifetimes, shared: Collection[int]):
         self.graph, self.lifetimes, self.shared = graph, lifetimes, shared

@@ -77,12 +77,7 @@ def kernels_of(graph: Graph, rules: Sequence[Rule | None], donated: Sequence[boo
 
 
 class _MergedKernels:
-    """The kernels of a graph, those that run over the same elements in one group.
-
-    Attributes:
-      group_of: the group of each kernel.
-      members: the kernels of each group, in program order.
-    """
+    """The kernels of a graph, those that run over the same elements in one group."""
 
     def __init__(self, fusion: Fusion):
         self.fusion, self.graph = fusion, fusion.graph

@@ -26,16 +26,7 @@ from search_spaces.sharding.spec import axes_in, parts_of
 
 
 def users_shard_map(equation: core.JaxprEqn, operands: Sequence[Any], source: str) -> list[Any]:
-    """Runs the body of a user's own `shard_map`, which is written for blocks and names the mesh's axes.
-
-    Args:
-      equation: the mapping.
-      operands: blocks.
-      source: line of the user's code.
-
-    Raises:
-      ValueError: the `shard_map` tracks which values vary over which axes, as blocks in a device's program do not.
-    """
+    """Runs the body of a user's own `shard_map`, which is written for blocks and names the mesh's axes."""
     if equation.params.get("check_vma"):
         raise ValueError(
             f'`executor` "program" cannot run a `jax.shard_map` with `check_vma=True` ({source}). '
@@ -129,12 +120,7 @@ def combiner(vertex: Vertex) -> str:
 
 
 def run_local(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
-    """Returns the results' blocks before their reduction; the operation must not be one that `runs_whole`.
-
-    Args:
-      call: the operation.
-      operands: blocks as the strategy wants them.
-    """
+    """Returns the results' blocks before their reduction; the operation must not be one that `runs_whole`."""
     name, opaque = call.vertex.primitive, opaque_of(call.vertex)
     if opaque is not None:
         return list(opaque.run(call.equation, operands, call.parts))

@@ -22,13 +22,6 @@ class Paths:
 
     A dimension is on the way never split into parts that neither its first nor its last number of parts asks for, so
     what divides at both ends divides throughout.
-
-    Args:
-      axis_sizes: devices along each mesh axis.
-      rates: of each mesh axis.
-
-    Attributes:
-      messages: what `messages.message_of` has found for these paths.
     """
 
     def __init__(self, axis_sizes: tuple[int, ...], rates: tuple[Rates, ...]):

@@ -44,9 +44,6 @@ def operation_rules(equations: Sequence[JaxprEqn]) -> list[Rule | None]:
     have none. Equal equations are looked up once, all new ones are lowered in a single module, and the newest
     16,384 rules are kept for later calls, but for opaque and higher-order equations.
 
-    Args:
-      equations: of one or several jaxprs.
-
     Returns:
       One entry for each equation. `rule.operands` follows `equation.invars`, literals included.
     """

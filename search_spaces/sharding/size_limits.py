@@ -9,11 +9,7 @@ MOST_RUNS = 1e18
 
 
 def check_sizes(graph: Graph) -> None:
-    """Checks that a traced function could run at all.
-
-    Raises:
-      ValueError: an array is too large, or loops within loops run an operation too often.
-    """
+    """Checks that a traced function could run at all."""
     for value in graph.values:
         if value.num_bytes >= MOST_BYTES:
             raise ValueError(

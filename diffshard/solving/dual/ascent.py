@@ -126,12 +126,7 @@ class Ascent:
     """
 
     def __init__(self, flat: Flat, *, price_step: PriceStep = step_along_excess):
-        """Starts from zero messages and from prices at which memory is free.
-
-        Args:
-          flat: the problem.
-          price_step: how prices answer to relaxed choices.
-        """
+        """Starts from zero messages and from prices at which memory is free."""
         self.flat = flat
         self._price_step: PriceStep = price_step
         self.layout: Sweep = lay_out(flat)
@@ -170,11 +165,6 @@ class Ascent:
 
         Other prices and noise on the costs bring the messages to another good choice. A factor for each node's memory
         keeps equal layers from all changing at one price, so that memory which the prices leave free is used.
-
-        Args:
-          rng: consumed.
-          sweeps: from the best messages.
-          noise: temperature of the Gumbel noise on costs.
         """
         flat, (messages, prices) = self.flat, self.best
         low, high = _PERTURBED_MEMORY_FACTORS

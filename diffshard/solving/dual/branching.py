@@ -46,11 +46,7 @@ class Branch(NamedTuple):
 
 
 class Branching:
-    """The branches of one problem, each waiting to be climbed, open or closed.
-
-    Attributes:
-      last_ascent: the dual of the branch that was made last.
-    """
+    """The branches of one problem, each waiting to be climbed, open or closed."""
 
     def __init__(self, ascent: Ascent, bound: float):
         self.flat, self.last_ascent = ascent.flat, ascent

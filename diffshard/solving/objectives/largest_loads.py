@@ -13,12 +13,7 @@ _LOADS = "loads of the problem"
 
 
 def split_loads(problem: Problem, objective: Objective | None = None) -> tuple[Problem, Objective]:
-    """Returns a problem without its loads, and the sum of their groups' largest ones as an objective.
-
-    Args:
-      problem: with loads.
-      objective: what is added to the problem's cost besides.
-    """
+    """Returns a problem without its loads, and the sum of their groups' largest ones as an objective."""
     groups = tuple(tuple(group.tolist()) for group in load_groups(problem))
     loads = Quantity(problem.load, problem.edge_load)
     rest = problem._replace(load=(), edge_load=(), load_group=())

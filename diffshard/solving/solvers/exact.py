@@ -88,11 +88,7 @@ def solve(
 
 
 class _Search:
-    """The best choice and bound so far.
-
-    Attributes:
-      least_cost: of the best feasible choice.
-    """
+    """The best choice and bound so far."""
 
     def __init__(self, problem: Problem):
         self.least_cost, self._bound = math.inf, -math.inf

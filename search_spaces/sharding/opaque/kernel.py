@@ -26,17 +26,7 @@ Price = float | Callable[..., float]
 
 
 def checked_price(price: Any, subject: str, kinds: str = "a number") -> float:
-    """Returns a price as a float.
-
-    Args:
-      price: what is given as the number.
-      subject: what has the price, as the error calls it.
-      kinds: what would be accepted, for the error.
-
-    Raises:
-      TypeError: it is not a real number of Python or NumPy.
-      ValueError: it is negative, infinite or NaN.
-    """
+    """Returns a price as a float."""
     number = real_number(price)
     if number is None:
         raise TypeError(f"{subject} must be {kinds}, not {price!r}.")
@@ -123,11 +113,7 @@ class Kernel:
         return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.trace(operands).jaxpr.out_avals]
 
     def check(self, operands: Sequence[Any]) -> None:
-        """Holds the rule against the shapes of some operands and of what the function makes of them.
-
-        Raises:
-          ValueError: the rule does not fit.
-        """
+        """Holds the rule against the shapes of some operands and of what the function makes of them."""
         shapes = [tuple(x.shape) for x in operands]
         try:
             self.rule.sizes(shapes)
