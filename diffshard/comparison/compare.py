@@ -14,7 +14,7 @@ from diffshard.checks.targets import Target, target_for
 from diffshard.comparison.judging import TIMEOUT_S, CompilablePlan, judge
 from diffshard.plans.comparison import Comparison
 from diffshard.processes import errors_for_all, processes_of
-from diffshard.sharding_search.options import Options, hardware_for, positions
+from diffshard.sharding_search.options import Options, hardware_for, options_of
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import find_plan
 from diffshard.sharding_search.request import PlanRequest
@@ -72,13 +72,13 @@ def compare(
         priced_for = hardware_of_plans[0] if hardware is None and hardware_of_plans else hardware_for(hardware, mesh)
         compiled_for = target_for(target, priced_for)
         compiled_for.check()
-        options = Options(
-            fn=fn,
-            mesh=mesh,
-            hardware=priced_for,
-            memory_limit_bytes=priced_for.memory_bytes if memory_limit_bytes is None else memory_limit_bytes,
-            donate_argnums=positions(donate_argnums),
-            static_argnums=positions(static_argnums),
+        options = options_of(
+            fn,
+            mesh,
+            priced_for,
+            memory_limit_bytes,
+            donate_argnums=donate_argnums,
+            static_argnums=static_argnums,
             time_limit_s=time_limit_s,
             executor="propagation",
         )

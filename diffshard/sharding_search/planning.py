@@ -23,7 +23,7 @@ from diffshard.plans.sections import PredictedComputing
 from diffshard.sharding_search.executors import default_executor, executor_notes
 from diffshard.sharding_search.fingerprints import function_digest
 from diffshard.sharding_search.layout import signature_of
-from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, Remat
+from diffshard.sharding_search.options import Options, Remat
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.predicted_timeline import memory_profile_of, predicted_timeline
 from diffshard.sharding_search.request import PlanRequest
@@ -38,7 +38,7 @@ from diffshard.sharding_search.tracing import TracedFunction
 from diffshard.sharding_search.warm_start import is_made_for, start_of
 from diffshard.sharding_search.whole_work import whole_work_of
 from diffshard.solving.objectives.minimise import TANGENT_SHARE
-from diffshard.solving.solve import solve
+from diffshard.solving.solve import DEFAULT_SOLVER, solve
 from diffshard.solving.solvers import gradient
 from diffshard.solving.violations import format_excess
 from search_spaces.partition_specs import IndexedSpec, NamedSpec, named_spec

@@ -18,7 +18,7 @@ from cost.real_numbers import is_positive, whole_number
 from diffshard.base import InfeasibleError, PlanError, Solution
 from diffshard.plans.formats import format_bytes
 from diffshard.sharding_search.options import hardware_for
-from diffshard.solve_options import SolveOptions, checked_solve_options
+from diffshard.solving.solve import SolveOptions, checked_solve_options
 from diffshard.tables import learned_annealing
 from diffshard.tables.host_rows import check_host_memory
 from diffshard.tables.layout import Layout, check_counts
