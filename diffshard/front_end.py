@@ -14,7 +14,7 @@ from cost.base import Hardware
 from cost.clusters import Cluster
 from diffshard.checks.targets import Target, target_for
 from diffshard.comparison.checked_search import Check, checks_of, plan_by_compiling, plan_by_shardy
-from diffshard.comparison.judging import TIMEOUT_S
+from diffshard.comparison.compare import TIMEOUT_S
 from diffshard.live_progress import ProgressDisplay
 from diffshard.pipelines.base import Pipeline
 from diffshard.pipelines.options import checked_cluster, pipeline_options, with_remat
@@ -35,13 +35,12 @@ from diffshard.sharding_search.options import (
     options_of,
 )
 from diffshard.sharding_search.plan import Plan
-from diffshard.sharding_search.plan_store import PlanStore, checked_folder
+from diffshard.sharding_search.plan_store import PlanStore, checked_folder, plan_of_first_process
 from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.planning import find_plan
 from diffshard.sharding_search.remat import find_plan_with_remat
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.shape_search import plan_of_best_shape
-from diffshard.sharding_search.shared_plans import plan_of_first_process
 from diffshard.sharding_search.step_objective import StepCost
 from diffshard.solving.solve import SolverOptions, solver_options
 

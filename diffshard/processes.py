@@ -23,9 +23,8 @@ import jax
 from jax.extend.backend import backends
 from jax.sharding import AbstractMesh, Mesh
 
-from diffshard.agreement import ARRIVAL_LIMIT_S, Agreement, MissingError
+from diffshard.agreement import ARRIVAL_LIMIT_S, Agreement, MissingError, service_client
 from diffshard.base import ProcessesError
-from diffshard.coordination import service_client
 from diffshard.plans.json_values import from_json_values, to_json_values
 
 T = TypeVar("T")

@@ -10,8 +10,14 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cost.base import Hardware
 from diffshard.base import InfeasibleError
-from diffshard.baselines.base import Argument, BaselineMesh, BaselineShardings, DoesNotApplyError, describe_arguments
-from diffshard.baselines.shardings import BASELINES
+from diffshard.baselines.base import (
+    BASELINES,
+    Argument,
+    BaselineMesh,
+    BaselineShardings,
+    DoesNotApplyError,
+    describe_arguments,
+)
 from diffshard.plans.base import LogicalAxisRules
 from diffshard.plans.file import from_json, to_json
 from diffshard.processes import errors_for_all, processes_of

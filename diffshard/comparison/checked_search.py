@@ -21,7 +21,7 @@ from diffshard.checks.collective_records import with_reduce_scatters
 from diffshard.checks.explicit_collectives import explicit_collectives
 from diffshard.checks.targets import Target
 from diffshard.checks.verify import predicted_sent_bytes, sent_bytes
-from diffshard.comparison.judging import CompilablePlan, judge
+from diffshard.comparison.compare import CompilablePlan, judge
 from diffshard.plans.base import Executor
 from diffshard.plans.comparison import ComparedPlan, Comparison
 from diffshard.plans.formats import format_bytes, format_count, format_s

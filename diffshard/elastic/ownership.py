@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 
 from cost.number_ranges import Index
 from diffshard.base import printable
-from diffshard.elastic.manifests import CheckpointError
+from diffshard.elastic.checkpoint_files import CheckpointError
 from diffshard.files import replace_file
 from diffshard.plans.documents import DAMAGE
 from diffshard.plans.json_values import from_json_values

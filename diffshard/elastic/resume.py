@@ -14,8 +14,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from cost.clusters import Cluster
 from cost.real_numbers import whole_number
 from diffshard.base import PlanError
-from diffshard.elastic.checkpoint_files import last_whole_checkpoint, remove_unfinished, set_aside
-from diffshard.elastic.manifests import Checkpoint, CheckpointError
+from diffshard.elastic.checkpoint_files import (
+    Checkpoint,
+    CheckpointError,
+    last_whole_checkpoint,
+    remove_unfinished,
+    set_aside,
+)
 from diffshard.elastic.ownership import Ownership
 from diffshard.elastic.training import STATE, Training, difference_of, saved_arrays
 from diffshard.files import folder_path
@@ -25,8 +30,8 @@ from diffshard.pipelines.plan import PipelinePlan
 from diffshard.plans.formats import short_name
 from diffshard.processes import Processes, errors_for_all, processes_of
 from diffshard.sharding_search.call import split
-from diffshard.sharding_search.fresh_state import FreshState
 from diffshard.sharding_search.mesh_candidates import mesh_of_all
+from diffshard.sharding_search.placing_arrays import FreshState
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.request import PlanRequest
 

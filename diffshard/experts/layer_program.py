@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh
 from diffshard.experts.exchanges import GroupRing, exchange, group_table, member_table, with_summed_gradients
 from diffshard.experts.expert_moves import Place
 from diffshard.experts.layout_checks import check_expert
-from search_spaces.communication.layers.routing import best_experts, buffer_positions
+from search_spaces.communication.layers.expert import best_experts, buffer_positions
 
 Expert = Callable[[Any, jax.Array], jax.Array]
 """One expert's function of its parameters and tokens `[n, M]`."""

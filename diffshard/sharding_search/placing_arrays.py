@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from diffshard.base import PlanError
 from diffshard.plans.base import Tensor
 from diffshard.processes import processes_of
-from diffshard.sharding_search.call import abstract_array
+from diffshard.sharding_search.call import Structure, abstract_array, array_paths, split
 
 PlaceArrays = Callable[[Sequence[Tensor], Sequence[str], Sequence[Any], Mesh, bool], list[jax.Array]]
 """Puts arrays on a mesh: takes the plan's arrays, the paths of the given ones, these, the mesh, and whether this
@@ -263,3 +264,45 @@ def _within(part: slice | np.ndarray, start: int, stop: int) -> slice:
     """Returns where indices from `start` to `stop` of the whole array are in a part of it."""
     first = start - part.start if isinstance(part, slice) else int(np.searchsorted(part, start))
     return slice(first, first + stop - start)
+
+
+class FreshState:
+    """A state that is not made yet: its shapes are known, and no device ever holds all of it."""
+
+    def __init__(self, init: Callable[..., Any], *args: Any):
+        self._init, self._args = init, args
+        self._seen: list[tuple[Structure, Any]] = []
+        self.arrays: list[jax.ShapeDtypeStruct] = jax.eval_shape(self._flat, *args)
+        self.structure, self._paths = self._seen[-1]
+
+    @property
+    def shapes(self) -> Any:
+        """The state as a pytree of `jax.ShapeDtypeStruct`."""
+        return self.structure.unflatten(self.arrays)
+
+    def paths(self, name: str) -> tuple[str, ...]:
+        """Returns the path of each array in a state that is called so."""
+        return tuple(name + path for path in self._paths)
+
+    def make(self, shardings: Sequence[NamedSharding]) -> Any:
+        """Computes the state, each device its own part; what is on other devices is computed there, by itself."""
+        made: dict[int, Any] = {}
+        for devices in dict.fromkeys(frozenset(sharding.device_set) for sharding in shardings):
+            own = [i for i, sharding in enumerate(shardings) if frozenset(sharding.device_set) == devices]
+            arrays = jax.jit(
+                lambda *args, own=own: [self._flat(*args)[i] for i in own], out_shardings=[shardings[i] for i in own]
+            )(*self._args)
+            made.update(zip(own, arrays, strict=True))
+        return self.structure.unflatten([made[i] for i in range(len(shardings))])
+
+    def _flat(self, *args: Any) -> list[Any]:
+        state = self._init(*args)
+        arrays, structure = split(state)
+        self._seen.append((structure, array_paths("", state)))
+        return [_strongly_typed(array) for array in arrays]
+
+
+def _strongly_typed(array: Any) -> Any:
+    """Returns an array whose dtype does not give way to others, as that of an array from a file."""
+    is_key = jax.numpy.issubdtype(jax.typeof(array).dtype, jax.dtypes.prng_key)
+    return array if is_key else lax.convert_element_type(array, jax.typeof(array).dtype)

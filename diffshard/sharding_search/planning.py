@@ -25,6 +25,7 @@ from diffshard.sharding_search.fingerprints import function_digest
 from diffshard.sharding_search.layout import signature_of
 from diffshard.sharding_search.options import Options, Remat
 from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.plan_store import is_made_for, start_of
 from diffshard.sharding_search.predicted_timeline import memory_profile_of, predicted_timeline
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.step_objective import (
@@ -35,7 +36,6 @@ from diffshard.sharding_search.step_objective import (
     waiting_transfers,
 )
 from diffshard.sharding_search.tracing import TracedFunction
-from diffshard.sharding_search.warm_start import is_made_for, start_of
 from diffshard.sharding_search.whole_work import whole_work_of
 from diffshard.solving.objectives.minimise import TANGENT_SHARE
 from diffshard.solving.solve import DEFAULT_SOLVER, solve

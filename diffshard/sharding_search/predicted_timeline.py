@@ -14,7 +14,7 @@ from diffshard.plans.base import LEAST_SHARE_AT_PEAK, HeldTensor, MemoryProfile
 from diffshard.plans.timeline import PredictedTimeline, PredictedWait
 from search_spaces.sharding.base import Layout
 from search_spaces.sharding.graph import Graph
-from search_spaces.sharding.memory_use import MemoryUse
+from search_spaces.sharding.memory import MemoryUse
 from search_spaces.sharding.program_steps import BETWEEN_HOSTS, INSIDE_HOST, ProgramSteps
 from search_spaces.sharding.space import ShardingSpace
 

@@ -31,6 +31,7 @@ from diffshard.plans.sections import How, Rematerialisation, Residual
 from diffshard.plans.summary import modules_of
 from diffshard.sharding_search.fingerprints import function_digest
 from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.plan_store import is_made_for
 from diffshard.sharding_search.planning import (
     LAST_PROBLEM_SHARE,
     fastest_choice,
@@ -39,7 +40,6 @@ from diffshard.sharding_search.planning import (
     solve_problem_of,
 )
 from diffshard.sharding_search.request import PlanRequest
-from diffshard.sharding_search.warm_start import is_made_for
 from diffshard.solving.solve import DEFAULT_SOLVER
 from diffshard.solving.solvers import gradient
 from search_spaces.rematerialisation.choices import Network, RematChoice, relaxed_problem

@@ -18,8 +18,8 @@ from diffshard.outer_search import Candidate, Outcome, OuterSearch
 from diffshard.plans.base import PlannedObjective, TriedShape
 from diffshard.sharding_search.mesh_candidates import MeshCandidate
 from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.plan_store import is_made_for
 from diffshard.sharding_search.request import PlanRequest
-from diffshard.sharding_search.warm_start import is_made_for
 from search_spaces.sharding.graph import Graph
 from search_spaces.sharding.space import ShardingSpace
 

@@ -36,9 +36,8 @@ from diffshard.sharding_search.module_scopes import module_scopes
 from diffshard.sharding_search.options import Options, has_explicit_axes, with_automatic_axes
 from search_spaces.sharding.explicit_axes import has_constraints, has_reshards, with_constraints, without_context_mesh
 from search_spaces.sharding.given import as_sharding, given_dimensions
-from search_spaces.sharding.graph import Graph
+from search_spaces.sharding.graph import Graph, check_sizes
 from search_spaces.sharding.opaque.cudnn import planned_without_cudnn
-from search_spaces.sharding.size_limits import check_sizes
 from search_spaces.sharding.space import ShardingSpace
 from search_spaces.sharding.tracing import build_graph, feedback_of
 from search_spaces.sharding.whole_operations import impossible_operations

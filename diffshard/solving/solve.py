@@ -27,9 +27,8 @@ from diffshard.deadline import Deadline
 from diffshard.solving import solvers
 from diffshard.solving.form import has_few_pairs, is_node_form, node_form
 from diffshard.solving.loop import run_solver
-from diffshard.solving.objectives.largest_loads import split_loads
 from diffshard.solving.objectives.minimise import TANGENT_SHARE, minimise
-from diffshard.solving.objectives.objective import Affine, Objective, PricedObjective
+from diffshard.solving.objectives.objective import Affine, Objective, PricedObjective, split_loads
 from diffshard.solving.presolve.base import Reduction
 from diffshard.solving.presolve.pipeline import presolve
 from diffshard.solving.stages import run_in_stages

@@ -30,10 +30,9 @@ from cost.evaluation import Evaluator, checked_choice
 from cost.validation import validate, with_finite_loads
 from diffshard.base import OPTIMAL_GAP, Progress, Proposal, Solution, Solver
 from diffshard.deadline import Deadline
-from diffshard.solving.loop import Best, proposals, reduced, run_solver
+from diffshard.solving.loop import Best, in_range, proposals, reduced, run_solver
 from diffshard.solving.presolve.base import Reduction, identity
 from diffshard.solving.quotient import Quotient, classes, merge_classes
-from diffshard.solving.rounding import in_range
 
 _MOST_ADDITIONS = 4
 """Additions of times after which all are limited; each one costs another presolve. Chosen by hand."""

@@ -25,8 +25,7 @@ from search_spaces.sharding.graph import (
     is_contraction,
     leads_to_contraction,
 )
-from search_spaces.sharding.messages import MAXIMUM_BYTES, maximum_step
-from search_spaces.sharding.resharding import Paths
+from search_spaces.sharding.resharding import MAXIMUM_BYTES, Paths, maximum_step
 
 _FREE = Link(0.0, 0.0)
 _REDUCTIONS = ("all_reduce", "reduce_scatter")

@@ -26,9 +26,8 @@ from search_spaces.sharding.graph import (
     is_contraction,
     leads_to_contraction,
 )
-from search_spaces.sharding.messages import is_message_coded
 from search_spaces.sharding.product_formats import FORMATS
-from search_spaces.sharding.resharding import Paths
+from search_spaces.sharding.resharding import Paths, is_message_coded
 from search_spaces.sharding.schedule import Fetch, FetchStage, Pause, ProgramSchedule
 from search_spaces.sharding.windows import Windows, straight_lines, windows_around
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diffshard.solving.dual.branching import Branching
+from diffshard.solving.dual.ascent import Branching
 from diffshard.solving.moves.balance import Balance
 from diffshard.solving.moves.neighbourhoods import perturb, split
 from diffshard.solving.moves.polish import rounded_choice

@@ -18,7 +18,7 @@ from cost.base import Problem, num_strategies
 from cost.evaluation import Evaluator
 from diffshard.base import OPTIMAL_GAP, Proposal
 from diffshard.solving.examples import coupled_ring
-from diffshard.solving.rounding import Rounding
+from diffshard.solving.loop import Rounding
 from diffshard.solving.solvers import greedy
 from diffshard.solving.solvers._highs_process import POLL_INTERVAL_S, HighsProcess
 from diffshard.solving.solvers._programme import Window, window
