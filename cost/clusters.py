@@ -241,11 +241,7 @@ class Cluster:
 
     @cached_property
     def _networks(self) -> tuple[Network, ...]:
-        """The network of each kind.
-
-        Raises:
-          ValueError: a link is missing.
-        """
+        """The network of each kind."""
         networks = [self._network(hosts) for hosts in self.kinds]
         if self.between is None and len(self.kinds) > 1:
             links = {network.transfers()[1] for network in networks}

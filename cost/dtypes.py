@@ -11,11 +11,7 @@ _KIND_AND_BITS = {
 
 
 def kind_and_bits(dtype: str) -> tuple[str, int]:
-    """Returns "float" or "int", and the width of one number in bits; of a complex number that of its real part.
-
-    Raises:
-      ValueError: `dtype` is not the name of a dtype.
-    """
+    """Returns "float" or "int", and the width of one number in bits; of a complex number that of its real part."""
     if dtype.startswith(("float8", "float4")):
         return "float", int(dtype[5])
     if dtype in _KIND_AND_BITS:

@@ -44,12 +44,7 @@ _ARITHMETIC: Mapping[str, Callable[..., Any]] = {
 
 
 def pallas_flops(equation: core.JaxprEqn, equation_flops: Callable[[core.JaxprEqn], float]) -> float:
-    """Counts the arithmetic of a Pallas call: its own estimate, or else its body at each place of its grid.
-
-    Args:
-      equation: a `pallas_call`.
-      equation_flops: counts every other equation.
-    """
+    """Counts the arithmetic of a Pallas call: its own estimate, or else its body at each place of its grid."""
     estimate = equation.params.get("cost_estimate")
     if estimate is not None:
         return float(estimate.flops)

@@ -208,11 +208,7 @@ def _orders_of_steps(num_stages: int, count: int, num_steps: int, is_overlapped:
 
 
 def overlapped_lower_bound_s(times: StageTimes, num_microbatches: int, end_s: np.ndarray | Sequence[float]) -> float:
-    """Returns what a step takes at least where steps overlap: max_j M·t_j + e_j, or M times the slowest transfer.
-
-    Raises:
-      ValueError: as `overlapped_step_s`.
-    """
+    """Returns what a step takes at least where steps overlap: max_j M·t_j + e_j, or M times the slowest transfer."""
     count = checked_count("num_microbatches", num_microbatches)
     times = checked(times, checked_count("len(forward_s)", len(times.forward_s)))
     seconds = durations_s(times)

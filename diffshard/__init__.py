@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from diffshard.pipelines.plan import PipelinePlan as PipelinePlan
     from diffshard.sharding_search.plan import Plan as Plan
     from diffshard.solving.solve import solve as solve
-    from search_spaces.sharding.opaque.checking import check_kernel as check_kernel
+    from search_spaces.sharding.opaque.declaration import check_kernel as check_kernel
     from search_spaces.sharding.opaque.declaration import kernel as kernel
 
 __version__ = "0.1.0"

@@ -1,5 +1,16 @@
-"""One exchange between processes through the key-value store of JAX's coordination service."""
+"""One exchange between processes through the key-value store of JAX's coordination service.
 
+A process that ends leaves a note (`endings.py`). One that is killed cannot: JAX's service notices that it sends nothing
+any more, after a hundred seconds if the user does not say otherwise, and aborts all others, which cannot be caught. So
+each process that has come to an exchange writes a new number into the store every few seconds, its pulse, and the
+others find in time that it has stopped.
+
+JAX has no public name for the client of that service. It is reached through `jax.experimental.multihost_utils`, whose
+`distributed` is a private module of JAX. Relied upon are `distributed.global_state`, its `process_id`, its `client`,
+None without the service, and the client's methods in `_METHODS`; a version of JAX without them is named in an error.
+"""
+
+import atexit
 import hashlib
 import itertools
 import json
@@ -12,9 +23,8 @@ from typing import Any
 
 import jax
 
-from diffshard import coordination
 from diffshard.base import ProcessesError
-from diffshard.coordination import how_ended, keep_pulse, pulse_of, service_client
+from diffshard.endings import ENDED, service_state
 
 ARRIVAL_LIMIT_S = 600.0
 """How long processes wait for one that has not come to an agreement: it may restore a checkpoint, or never come."""
@@ -58,11 +68,7 @@ class Agreement:
 
     @classmethod
     def next_of(cls, indices: tuple[int, ...], what: str, name: str = "") -> "Agreement":
-        """Returns the next exchange of these processes, of those with this name.
-
-        Raises:
-          ProcessesError: there is no coordination service, or this version of JAX has another one.
-        """
+        """Returns the next exchange of these processes, of those with this name."""
         client = service_client()
         if client is None:
             raise ProcessesError(
@@ -164,11 +170,7 @@ class Agreement:
             return str(error)
 
     def gathered(self, own: str) -> list[str]:
-        """Returns a text of each process, in order of their numbers; the own one is of this process.
-
-        Raises:
-          MissingError: a process has failed or ended, or did not come in time.
-        """
+        """Returns a text of each process, in order of their numbers; the own one is of this process."""
         first, *others = self.indices
         if not self.is_first:
             self.put(f"answer/{jax.process_index()}", json.dumps({"text": own}).encode())
@@ -224,10 +226,10 @@ class Agreement:
             ended = how_ended(self.client, process)
             if (last := pulse_of(self.client, process)) != pulse:
                 pulse, pulse_start = last, time.monotonic()
-            elif pulse is not None and time.monotonic() - pulse_start > coordination.SILENCE_S:
+            elif pulse is not None and time.monotonic() - pulse_start > SILENCE_S:
                 raise MissingError(
                     f"process {process} has been killed or stands still, as it gave no sign of life for "
-                    f"{coordination.SILENCE_S:.0f} s"
+                    f"{SILENCE_S:.0f} s"
                 )
             waited_s = time.monotonic() - start
             if ended is None and limit_s is not None and waited_s > limit_s:
@@ -272,3 +274,75 @@ def _first_difference(own: str | None, theirs: str | None) -> tuple[int, str, st
 
 def _short(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+_METHODS = ("key_value_set_bytes", "blocking_key_value_get_bytes", "key_value_try_get_bytes", "key_value_delete")
+"""The methods of the service's client that are used. The last one deletes a place and everything below it."""
+_PULSE = "diffshard/pulse"
+"""Where the pulses are, by the numbers of processes."""
+PULSE_S = 2.0
+"""Seconds between two numbers: nothing for the service, also with a thousand processes."""
+SILENCE_S = 40.0
+"""Seconds without a new number after which a process counts as lost: many numbers that did not come. It is well below
+the time after which JAX aborts, and above what a library may compute without letting another thread run."""
+
+
+def service_client() -> Any:
+    """Returns the client of JAX's coordination service; None where it does not run."""
+    state = service_state()
+    client = getattr(state, "client", None)
+    if not hasattr(state, "client") or (client is not None and not all(hasattr(client, name) for name in _METHODS)):
+        raise ProcessesError(
+            f"JAX {jax.__version__} has another coordination service than diffshard {_version()} knows, so that "
+            "several processes cannot agree. Take the version of JAX with which diffshard was released, or a newer "
+            "diffshard."
+        )
+    return client
+
+
+def how_ended(client: Any, process: int) -> str | None:
+    """Returns a sentence on how a process has ended; None while it runs, or if it was killed."""
+    return _found(client, f"{ENDED}/{process}")
+
+
+def pulse_of(client: Any, process: int) -> str | None:
+    """Returns the last number of a process; None if it has written none."""
+    return _found(client, f"{_PULSE}/{process}")
+
+
+def keep_pulse(client: Any) -> None:
+    """Writes this process's pulse, in a thread, until the process or the service ends."""
+    is_over, key = threading.Event(), f"{_PULSE}/{jax.process_index()}"
+
+    def beat() -> None:
+        for number in itertools.count():
+            try:
+                client.key_value_set_bytes(key, str(number).encode(), allow_overwrite=True)
+            except Exception:  # the service has ended, or been left
+                return
+            if is_over.wait(PULSE_S):
+                return
+
+    thread = threading.Thread(target=beat, name="diffshard pulse", daemon=True)
+    thread.start()
+
+    def end() -> None:  # before Python's own end, which must not meet the thread in the client
+        is_over.set()
+        thread.join()
+
+    atexit.register(end)
+
+
+def _found(client: Any, key: str) -> str | None:
+    try:
+        return client.key_value_try_get_bytes(key).decode()
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" not in str(error):
+            raise
+        return None
+
+
+def _version() -> str:
+    import diffshard  # the package, which imports its modules when they are first used
+
+    return diffshard.__version__

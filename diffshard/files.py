@@ -8,16 +8,7 @@ from typing import Any
 
 
 def folder_path(argument: str, folder: Any) -> str:
-    """Returns the absolute path of a folder that the user gives.
-
-    Args:
-      argument: its name, for errors.
-      folder: the path.
-
-    Raises:
-      TypeError: it is not a path.
-      ValueError: it is empty, as a variable that was not set.
-    """
+    """Returns the absolute path of a folder that the user gives."""
     if not isinstance(folder, str | os.PathLike):
         raise TypeError(f"`{argument}` must be the path of a folder, not {folder!r}.")
     path = os.fspath(folder)
@@ -27,11 +18,7 @@ def folder_path(argument: str, folder: Any) -> str:
 
 
 def checked_path(path: Any) -> str:
-    """Returns the path of a file as text.
-
-    Raises:
-      TypeError: it is no path; numbers would be open files of the process.
-    """
+    """Returns the path of a file as text."""
     if not isinstance(path, str | os.PathLike) or not isinstance(text := os.fspath(path), str):
         raise TypeError(f"`path` must be the path of a file, such as 'plan.json', not {path!r}.")
     return text
@@ -60,9 +47,6 @@ def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Writes a file as `write_whole` does, but replaces whatever has its name, also a symbolic link or a pipe.
 
     It is for files in folders that others may write to, which nobody named: a link there would lead to any file.
-
-    Raises:
-      OSError: as `write_whole`.
     """
     raw = content.encode() if isinstance(content, str) else content
     temporary = os.path.join(os.path.dirname(path), f".{secrets.token_hex(8)}.part")

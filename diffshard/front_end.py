@@ -6,17 +6,15 @@ It is the only file that knows both the search for shardings and that for pipeli
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, get_args, overload
+from typing import Any, Unpack, get_args, overload
 
-import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from cost.base import Hardware
 from cost.clusters import Cluster
-from diffshard.base import Solver
 from diffshard.checks.targets import Target, target_for
 from diffshard.comparison.checked_search import Check, checks_of, plan_by_compiling, plan_by_shardy
-from diffshard.comparison.judging import TIMEOUT_S
+from diffshard.comparison.compare import TIMEOUT_S
 from diffshard.live_progress import ProgressDisplay
 from diffshard.pipelines.base import Pipeline
 from diffshard.pipelines.options import checked_cluster, pipeline_options, with_remat
@@ -30,16 +28,21 @@ from diffshard.sharding_search.logical_axes import checked_rules
 from diffshard.sharding_search.mesh_candidates import Devices, LevelNames, mesh_candidates, mesh_of_all
 from diffshard.sharding_search.number_formats import Formats
 from diffshard.sharding_search.option_pairs import check_pairs
-from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, Remat, argument_names, hardware_for, positions
+from diffshard.sharding_search.options import (
+    Remat,
+    hardware_for,
+    in_one_form,
+    options_of,
+)
 from diffshard.sharding_search.plan import Plan
-from diffshard.sharding_search.plan_store import PlanStore, checked_folder
+from diffshard.sharding_search.plan_store import PlanStore, checked_folder, plan_of_first_process
 from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.planning import find_plan
 from diffshard.sharding_search.remat import find_plan_with_remat
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.shape_search import plan_of_best_shape
-from diffshard.sharding_search.shared_plans import plan_of_first_process
 from diffshard.sharding_search.step_objective import StepCost
+from diffshard.solving.solve import SolverOptions, solver_options
 
 
 @overload
@@ -68,9 +71,6 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
     remat: Remat | None = None,
     in_shardings: Any = None,
     logical_axis_rules: Sequence[tuple[str, Any]] | None = None,
-    solver: str | Solver | None = None,
-    time_limit_s: float | None = None,
-    key: jax.Array | int | None = None,
     donate_argnums: int | Sequence[int] | None = (),
     static_argnums: int | Sequence[int] | None = (),
     donate_argnames: str | Sequence[str] | None = (),
@@ -84,6 +84,7 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
     objective: StepCost | None = None,
     formats: Formats | None = None,
     progress: ProgressDisplay = "terminal",
+    **options: Unpack[SolverOptions],
 ) -> PlannedFunction[Plan] | PipelinedFunction[PipelinePlan]:
     """Finds how to run a function on a mesh. Like `jax.jit` it returns a callable, and searches when that is called.
 
@@ -125,12 +126,6 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
         `nn.with_logical_partitioning`) and nnx variables (`nnx.with_partitioning`) are split so, unless `in_shardings`
         says otherwise; linen's logical constraints inside the function follow the rules, too. None leaves the choice to
         the search, and names are only names: `plan.logical_rules()` says what they would have to mean.
-      solver: as in `diffshard.solve`; None is the default one.
-      time_limit_s: seconds for the solver, of all problems that the search solves together; None lets the solver end by
-        its own rule. Of several shapes of the mesh each has an equal part of what is left. Tracing and listing
-        strategies come before and are not limited: milliseconds for each operation, longer on meshes of four and five
-        axes. With `devices` that holds for the first shape only.
-      key: random key or seed of the solver.
       donate_argnums: positions of arguments whose memory may be used for results, as in `jax.jit`.
       static_argnums: positions of arguments that are compile-time constants, as in `jax.jit`.
       donate_argnames: the same as `donate_argnums` by name. It makes no difference whether a call gives such an
@@ -183,6 +178,10 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
       progress: "terminal" shows the best cost and the bound in one live line on stderr once a search lasts over two
         seconds, but only on a terminal; "none" shows nothing. `plan(..., progress=...)` takes a function instead, but
         not with `pipeline`.
+      **options: `solver`, `time_limit_s` and `key` of `SolverOptions`. The time limit is that of all problems that the
+        search solves together; of several shapes of the mesh each has an equal part of what is left. Tracing and
+        listing strategies come before and are not limited: milliseconds for each operation, longer on meshes of four
+        and five axes. With `devices` that holds for the first shape only.
 
     Raises:
       TypeError, ValueError: an argument breaks a rule; the error names it and its value.
@@ -191,14 +190,12 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
     check_pairs(locals())
     compiler, checks_numbers = checks_of(check)
     of_both: dict[str, Any] = {  # searches, for shardings and for pipelines
+        **solver_options(options),
         "in_shardings": in_shardings,
-        "solver": DEFAULT_SOLVER if solver is None else solver,
-        "time_limit_s": time_limit_s,
-        "key": key,
-        "donate_argnums": positions(donate_argnums),
-        "donate_argnames": argument_names(donate_argnames),
-        "static_argnums": positions(static_argnums),
-        "static_argnames": argument_names(static_argnames),
+        "donate_argnums": donate_argnums,
+        "donate_argnames": donate_argnames,
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
         "executor": executor,
         "start": start,
         "progress": progress,
@@ -211,7 +208,7 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
         cluster = checked_cluster(mesh if devices is None else devices, hardware)
         kinds = [hosts.device for hosts in cluster.kinds]
         judge, judged_by = _judge(compiler, check, target, kinds, ("program", "constraints"))
-        options = pipeline_options(
+        asked_for = pipeline_options(
             fn,
             cluster,
             with_remat(pipeline, remat),
@@ -221,9 +218,9 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
             cache=None if cache is None else checked_folder(cache),
             judge=judge,
             judged_by=judged_by,
-            **of_both,
+            **in_one_form(of_both),
         )
-        return PipelinedFunction(options, PipelinePlan)
+        return PipelinedFunction(asked_for, PipelinePlan)
     if isinstance(mesh, Cluster) and devices is None:
         mesh, devices = None, mesh
     with errors_for_all(mesh if devices is None else mesh_of_all(devices), "search a plan"):
@@ -245,11 +242,11 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
         find = functools.partial(find_with_advice, functools.partial(plan_of_best_shape, find, judge))
         if cache is not None:
             find = functools.partial(PlanStore(checked_folder(cache)).plan_or_search, find)
-        options = Options(
-            fn=fn,
-            mesh=mesh,
-            hardware=priced_for,
-            memory_limit_bytes=priced_for.memory_bytes if memory_limit_bytes is None else memory_limit_bytes,
+        asked_for = options_of(
+            fn,
+            mesh,
+            priced_for,
+            memory_limit_bytes,
             logical_axis_rules=(rules or ()) if candidates is None else (),
             metadata_rules=rules,
             judged_by=judged_by,
@@ -260,7 +257,7 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
             formats=formats,
             **of_both,
         )
-    return PlannedFunction(options, functools.partial(plan_of_first_process, find))
+    return PlannedFunction(asked_for, functools.partial(plan_of_first_process, find))
 
 
 def _judge(

@@ -59,11 +59,7 @@ def split_modules(args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModuleCall:
 def run_with_states(
     fn: Callable[..., Any], graph: ModuleGraph, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], Any]:
-    """Runs a function of modules for their states, and returns the new states and the result.
-
-    Raises:
-      ValueError: the function changes the structure of a module; names what it adds or removes.
-    """
+    """Runs a function of modules for their states, and returns the new states and the result."""
     arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
     before = nnx.State({i: arguments[place] for i, place in enumerate(graph.arguments)})
     modules = nnx.merge(graph.graphdef, before)

@@ -21,10 +21,9 @@ from diffshard.plans.certificate import History, check_certificate
 from diffshard.plans.documents import PLACEMENT, RecordFile
 from diffshard.plans.formats import format_bytes, format_count, format_s, format_table
 from diffshard.plans.plan_record import PlanRecord
-from diffshard.solve_options import SolveOptions, checked_solve_options
 from diffshard.solving.presolve.base import identity
 from diffshard.solving.presolve.pipeline import presolve
-from diffshard.solving.solve import solve
+from diffshard.solving.solve import SolveOptions, checked_solve_options, solve
 from search_spaces.placement import PlacementSpace
 
 

@@ -5,10 +5,15 @@ process can search for as long as it takes once it has come; the processes that 
 take part; and nothing is compiled. A process that does not come within `ARRIVAL_LIMIT_S` is an error in the others. So
 is one that has ended, or has failed on the way here (`errors_for_all`), within seconds. One that is killed is noticed
 by the service, which ends the others.
+
+Errors travel as JSON values: no bytes of another process are ever run as code. An error comes back with its own type if
+that is one of Python's or of these packages; of others only the text does.
 """
 
+import builtins
 import contextlib
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,11 +23,9 @@ import jax
 from jax.extend.backend import backends
 from jax.sharding import AbstractMesh, Mesh
 
-from diffshard.agreement import ARRIVAL_LIMIT_S, Agreement, MissingError
+from diffshard.agreement import ARRIVAL_LIMIT_S, Agreement, MissingError, service_client
 from diffshard.base import ProcessesError
-from diffshard.coordination import service_client
 from diffshard.plans.json_values import from_json_values, to_json_values
-from diffshard.sent_errors import error_of, packed_error
 
 T = TypeVar("T")
 _KNOWN = "is known to all processes"
@@ -119,9 +122,6 @@ class Processes:
           what: what they are about to do, for errors.
           make: makes it; the error of one process becomes an error of all.
           facts: texts about it, by name, as in `check_alike`.
-
-        Raises:
-          ProcessesError: as `check_alike`; or `make` raised an error in another process.
         """
         if self.is_one:
             return make()
@@ -176,9 +176,6 @@ class Processes:
         Args:
           what: what is made, for errors.
           make: makes JSON values, for which it may take `ARRIVAL_LIMIT_S` longer than in the fastest process.
-
-        Raises:
-          ProcessesError: `make` raised an error in another process, or one did not come within `ARRIVAL_LIMIT_S`.
         """
         if self.is_one:
             return [make()]
@@ -253,3 +250,47 @@ def _pack(value: Any) -> bytes:
 
 def _unpack(kind: Any, content: bytes) -> Any:
     return from_json_values(kind, json.loads(content))
+
+
+_OWN_PACKAGES = ("cost", "diffshard", "search_spaces")
+
+
+def packed_error(error: BaseException) -> dict[str, Any]:
+    """Returns an error as JSON values."""
+    kind = type(error)
+    packed = {"text": f"{kind.__name__}: {error}"}
+    if not isinstance(error, Exception):  # an interrupt is for one process
+        return packed
+    file = [error.filename] if isinstance(error, OSError) and error.filename is not None else []
+    whole = {
+        **packed,
+        "module": kind.__module__,
+        "name": kind.__qualname__,
+        "arguments": [*error.args, *file],
+        "fields": vars(error),
+    }
+    try:
+        return json.loads(json.dumps(whole, allow_nan=False))
+    except (TypeError, ValueError):  # it has something else than texts and numbers
+        return packed
+
+
+def error_of(packed: dict[str, Any], process: int) -> Exception:
+    """Returns the error that another process has packed."""
+    kind = _class_of(packed.get("module", ""), packed.get("name", ""))
+    try:
+        assert kind is not None
+        error = kind(*packed["arguments"])
+        vars(error).update(packed["fields"])
+        error.add_note(f"This error is that of process {process}.")
+    except Exception:
+        return ProcessesError(f"Process {process} failed with {packed['text']}")
+    return error
+
+
+def _class_of(module: str, name: str) -> type[Exception] | None:
+    """Returns the class of an error by its name; None if it is not one of those that are known here."""
+    if module != builtins.__name__ and module.partition(".")[0] not in _OWN_PACKAGES:
+        return None
+    found = getattr(sys.modules.get(module), name, None)
+    return found if isinstance(found, type) and issubclass(found, Exception) else None

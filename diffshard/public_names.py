@@ -15,9 +15,6 @@ def lazy_names(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str
     """Returns `__getattr__`, `__dir__` and `__all__` of a module, from its imports for type checkers.
 
     >>> __getattr__, __dir__, __all__ = lazy_names(__name__)
-
-    Args:
-      module: its `__name__`, while it is being imported.
     """
     origin = _origins(module)
 

@@ -162,11 +162,7 @@ class Rental:
         return _gap(self.fastest.step_s, min(one.lower_bound_s for one in self.offers))
 
     def step(self, name: str | None = None) -> PlannedFunction[Plan]:
-        """Returns the function with the plan of an offer, as `Plan.apply` does; None takes the cheapest.
-
-        Raises:
-          ValueError: there is no such offer, or it has no plan.
-        """
+        """Returns the function with the plan of an offer, as `Plan.apply` does; None takes the cheapest."""
         planned = {one.offer.name: one.plan for one in self.offers if one.plan is not None}
         plan = planned.get(self.cheapest.offer.name if name is None else name)
         if plan is None:
@@ -258,11 +254,7 @@ def _gap(value: float, bound: float) -> float:
 
 
 def _check(offers: Any, tokens_per_step: Any, time_limit_s: Any, options: dict[str, Any]) -> None:
-    """Checks what `search` does not.
-
-    Raises:
-      TypeError, ValueError: an argument breaks a rule.
-    """
+    """Checks what `search` does not."""
     if not isinstance(offers, Sequence) or not offers or not all(isinstance(offer, Offer) for offer in offers):
         raise TypeError(f"`offers` must be one or more `Offer(name, cluster, price_per_hour)`, not {offers!r}.")
     names = [offer.name for offer in offers]

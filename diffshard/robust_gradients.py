@@ -282,11 +282,7 @@ def _divided(batch: Batch, num_replicas: int) -> Batch:
 
 
 def _num_replicas(params: Params, gradients: Params) -> int:
-    """Returns N of gradients `[N, ...]`.
-
-    Raises:
-      ValueError: the gradients are not as the parameters with a leading dimension that is the same for all.
-    """
+    """Returns N of gradients `[N, ...]`."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(params)
     if jax.tree.structure(gradients) != treedef or not paths:
         raise ValueError(

@@ -5,7 +5,7 @@
 Each model is planned for H100s that need not be there, and its plan is compiled as an explicit program for each device
 (the extra `gpu-compile`). `diffshard.checks.timeline` says how long the program's compute stream is busy: every kernel
 by roofline, at the rates of the preset. The prediction is `plan.compute_s`. Models with a star are held out: the rules
-of `search_spaces/sharding/kernels.py` and `copies.py` were found on the other ones.
+of `search_spaces/sharding/kernels.py` were found on the other ones.
 """
 
 import argparse

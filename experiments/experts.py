@@ -16,8 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cost.presets import preset
-from diffshard.baselines import shardings
-from diffshard.baselines.base import BaselineMesh, describe_arguments
+from diffshard.baselines.base import BASELINES, Baseline, BaselineMesh, describe_arguments
 from diffshard.sharding_search.call import call_of
 from diffshard.sharding_search.options import Options
 
@@ -50,7 +49,7 @@ class HandPlan(NamedTuple):
 Expert = Callable[[Any, Any, Mesh | AbstractMesh], HandPlan]
 
 
-def hand_plan(expert: shardings.Baseline, state: Any, batch: Any, mesh: Mesh | AbstractMesh) -> HandPlan:
+def hand_plan(expert: Baseline, state: Any, batch: Any, mesh: Mesh | AbstractMesh) -> HandPlan:
     """Returns an expert's plan for a training step."""
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
@@ -65,9 +64,7 @@ def hand_plan(expert: shardings.Baseline, state: Any, batch: Any, mesh: Mesh | A
     return HandPlan(state_shardings, batch_shardings, dict(expert_shardings.rules))
 
 
-EXPERTS: dict[str, Expert] = {
-    name: functools.partial(hand_plan, expert) for name, expert in shardings.BASELINES.items()
-}
+EXPERTS: dict[str, Expert] = {name: functools.partial(hand_plan, expert) for name, expert in BASELINES.items()}
 data_parallel, fsdp, megatron, megatron_fsdp = (
     EXPERTS[name] for name in ("data parallel", "fsdp", "megatron", "megatron fsdp")
 )

@@ -32,8 +32,8 @@ from diffshard.base import InfeasibleError, Solution
 from diffshard.sharding_search.options import Options, hardware_for
 from diffshard.sharding_search.step_objective import STEP_QUANTITIES, RelaxedStep, seconds_of, user_objective
 from diffshard.sharding_search.tracing import space_of, trace_function
-from diffshard.solving.objectives.descent import Descent
 from diffshard.solving.objectives.minimise import minimise
+from diffshard.solving.objectives.mixtures import Descent
 from diffshard.solving.objectives.objective import Objective, PricedObjective
 from diffshard.solving.solve import solve
 from experiments.models import gpt

@@ -16,15 +16,9 @@ from diffshard.solving.dual.ascent import Ascent, Prices
 from diffshard.solving.flat import Flat
 from diffshard.solving.moves.forest import Forest, grow_forest
 from diffshard.solving.moves.polish import rounded_choice
-from diffshard.solving.phases.annealing import Annealing
 from diffshard.solving.phases.base import Clock, Phase, Search, Start
-from diffshard.solving.phases.branches import Branches
-from diffshard.solving.phases.climb import DualClimb
-from diffshard.solving.phases.neighbourhoods import Neighbourhoods
-from diffshard.solving.phases.quotient_start import QuotientStart
-from diffshard.solving.phases.side_by_side import SideBySide
-from diffshard.solving.phases.starts import DualStarts, moves_from
-from diffshard.solving.phases.walks import Walks
+from diffshard.solving.phases.improving import Annealing, Branches, Neighbourhoods, SideBySide, Walks
+from diffshard.solving.phases.starts import DualClimb, DualStarts, QuotientStart, moves_from
 from diffshard.solving.solvers import gradient
 
 

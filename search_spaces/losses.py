@@ -22,11 +22,7 @@ def traced_loss(trace: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def check_is_loss(result: Any) -> None:
-    """Checks that a function with results of some shapes is a loss.
-
-    Raises:
-      ValueError: it does not return one floating-point scalar.
-    """
+    """Checks that a function with results of some shapes is a loss."""
     if _is_floating(result) and result.shape == ():
         return
     leaves = jax.tree.leaves(result)
@@ -38,14 +34,7 @@ def check_is_loss(result: Any) -> None:
 
 
 def check_are_parameters(names_and_dtypes: dict[str, Any]) -> None:
-    """Checks that arrays can be trained.
-
-    Args:
-      names_and_dtypes: the dtype of each array by its name.
-
-    Raises:
-      ValueError: one is not floating-point; names it.
-    """
+    """Checks that arrays can be trained."""
     for name, dtype in names_and_dtypes.items():
         if not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(

@@ -26,9 +26,6 @@ def axes_of(spec: PartitionSpec, rank: int) -> list[NamedAxes]:
     Args:
       spec: of an array.
       rank: number of dimensions of the array, at least as many as the spec has.
-
-    Raises:
-      ValueError: the spec leaves a dimension unconstrained.
     """
     dimensions = []
     for d, axes in enumerate(constrained_axes_of(spec, rank)):
@@ -79,11 +76,6 @@ def broadcast_specs(
 ) -> list[Any]:
     """Returns one spec for each leaf of a tree, for specs that are a prefix of the tree.
 
-    Args:
-      specs: a prefix of the tree.
-      tree: a pytree of arrays.
-      is_leaf: tells what counts as one spec in `specs`.
-
     Raises:
       ValueError: `specs` is not a prefix of the tree.
     """
@@ -97,17 +89,7 @@ def broadcast_specs(
 
 
 def checked_axes_of(spec: PartitionSpec, rank: int, axis_names: Sequence[str], name: str) -> list[NamedAxes | None]:
-    """Returns what `constrained_axes_of` does for a spec that fits an array of this rank on a mesh of these axes.
-
-    Args:
-      spec: how the array is split.
-      rank: number of dimensions of the array.
-      axis_names: of the mesh.
-      name: of the array, for messages.
-
-    Raises:
-      ValueError: the spec has more dimensions than the array, an axis that the mesh does not have, or an axis twice.
-    """
+    """Returns what `constrained_axes_of` does for a spec that fits an array of this rank on a mesh of these axes."""
     if len(spec) > rank:
         raise ValueError(f"The spec of {name} is {spec} with {len(spec)} dimensions, but the array has {rank}.")
     dimensions = constrained_axes_of(spec, rank)
@@ -125,12 +107,6 @@ def checked_axes_of(spec: PartitionSpec, rank: int, axis_names: Sequence[str], n
 def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh_axes: Mapping[str, int], name: str) -> tuple[int, ...]:
     """Returns the shape of one device's part of an array.
 
-    Args:
-      shape: of the whole array.
-      spec: how it is split.
-      mesh_axes: devices along each mesh axis.
-      name: of the array, for messages.
-
     Raises:
       ValueError: as `checked_axes_of` and `split_shape`, or the spec leaves a dimension unconstrained.
     """
@@ -141,11 +117,7 @@ def local_shape(shape: Sequence[int], spec: PartitionSpec, mesh_axes: Mapping[st
 def split_shape(
     shape: Sequence[int], dimensions: Sequence[NamedAxes | None], mesh_axes: Mapping[str, int], name: str
 ) -> tuple[int, ...]:
-    """Returns a shape with each dimension divided by the devices of the axes that split it; None splits nothing.
-
-    Raises:
-      ValueError: the devices do not divide a dimension; `name` is the array's, for the message.
-    """
+    """Returns a shape with each dimension divided by the devices of the axes that split it; None splits nothing."""
     parts = [math.prod(mesh_axes[axis] for axis in axes or ()) for axes in dimensions]
     for d, (size, count) in enumerate(zip(shape, parts, strict=True)):
         if size % count:

@@ -24,10 +24,6 @@ def user_source(equation: core.JaxprEqn, callers: Sequence[core.JaxprEqn] = ()) 
     That is the innermost line outside the libraries that models are written with; where there is none, the innermost
     line outside JAX. JAX traces a function of a library once and keeps it, so that its equations may name no user, or
     another one: then those that call it are asked.
-
-    Args:
-      equation: the equation.
-      callers: those whose bodies it is in, the outermost first.
     """
     inside_out = (equation, *reversed(callers))
     lines = (_user_line(e) for e in inside_out)

@@ -3,8 +3,8 @@
 >>> plans = diffshard.baselines.baseline_plans(train_step, mesh, state, batch)
 >>> print(diffshard.compare(train_step, mesh, state, batch, plans=plans))
 
-`shardings.py` has the baselines: each gives every argument a spec by a rule that its paper states. `base.py` says what
-they know about an argument, and which dimension of a parameter Megatron splits. `plans.py` is
+`base.py` has the baselines: each gives every argument a spec by a rule that its paper states. It says what they know
+about an argument, and which dimension of a parameter Megatron splits. `plans.py` is
 `diffshard.baselines.baseline_plans`, which completes their shardings to plans.
 """
 

@@ -4,25 +4,32 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict
+from typing import Any, TypedDict, Unpack
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cost.base import Hardware
-from diffshard.base import InfeasibleError, Solver
-from diffshard.baselines.base import Argument, BaselineMesh, BaselineShardings, DoesNotApplyError, describe_arguments
-from diffshard.baselines.shardings import BASELINES
+from diffshard.base import InfeasibleError
+from diffshard.baselines.base import (
+    BASELINES,
+    Argument,
+    BaselineMesh,
+    BaselineShardings,
+    DoesNotApplyError,
+    describe_arguments,
+)
 from diffshard.plans.base import LogicalAxisRules
 from diffshard.plans.file import from_json, to_json
 from diffshard.processes import errors_for_all, processes_of
 from diffshard.sharding_search.fingerprints import device_facts, facts_of
 from diffshard.sharding_search.logical_axes import checked_rules
-from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, hardware_for, positions
+from diffshard.sharding_search.options import Options, options_of, positions
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import find_plan
 from diffshard.sharding_search.program_text import value_text
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.tracing import TracedFunction, space_of, trace_call, trace_function
+from diffshard.solving.solve import SolverOptions, solver_options
 from search_spaces.sources import function_source
 
 BY_RULES = "logical axis rules"
@@ -68,13 +75,12 @@ def baseline_plans(
     names: Sequence[str] | None = None,
     hardware: Hardware | str | None = None,
     memory_limit_bytes: float | None = None,
-    solver: str | Solver | None = None,
-    time_limit_s: float | None = None,
     donate_argnums: int | Sequence[int] | None = (),
     static_argnums: int | Sequence[int] | None = (),
     state_argnums: int | Sequence[int] | None = None,
     logical_axis_rules: Sequence[tuple[str, Any]] | None = None,
     tensor_dimensions: Mapping[tuple[str, ...], int | None] | None = None,
+    **options: Unpack[SolverOptions],
 ) -> BaselinePlans:
     """Makes the plans that experts write by hand: data parallel, FSDP, Megatron, and mixtures of them.
 
@@ -99,8 +105,6 @@ def baseline_plans(
         takes all.
       hardware: as in `search`.
       memory_limit_bytes: as in `search`.
-      solver: as in `search`.
-      time_limit_s: seconds for the solver to complete each plan.
       donate_argnums: as in `search`.
       static_argnums: as in `search`.
       state_argnums: positions of arguments that are state; None takes those that the function updates.
@@ -108,6 +112,7 @@ def baseline_plans(
         more plan, "logical axis rules", for arguments with flax's metadata (`nn.with_logical_partitioning`).
       tensor_dimensions: exceptions to the dimension that Megatron splits, by the last names of a path and counted from
         the end: `{("experts", "up"): -3}`; None leaves a parameter whole.
+      **options: `SolverOptions`; the time limit is that of each plan, which the solver completes.
 
     Returns:
       Plans by name; a baseline whose plan does not divide the batch or does not fit the memory is in `left_out`.
@@ -120,25 +125,15 @@ def baseline_plans(
         unknown = [name for name in names or () if name not in BASELINES]
         if unknown:
             raise ValueError(f"`names` must be some of {', '.join(BASELINES)}, not {unknown[0]!r}.")
-        priced_for = hardware_for(hardware, mesh)
-        options = Options(
-            fn=fn,
-            mesh=mesh,
-            hardware=priced_for,
-            memory_limit_bytes=priced_for.memory_bytes if memory_limit_bytes is None else memory_limit_bytes,
-            solver=DEFAULT_SOLVER if solver is None else solver,
-            time_limit_s=time_limit_s,
-            donate_argnums=positions(donate_argnums),
-            static_argnums=positions(static_argnums),
-            executor="propagation",
-        )
+        of_both = {"donate_argnums": donate_argnums, "static_argnums": static_argnums, **solver_options(options)}
+        asked_for = options_of(fn, mesh, hardware, memory_limit_bytes, executor="propagation", **of_both)
         wanted: _Wanted = {
             "names": tuple(BASELINES) if names is None else names,
             "state_argnums": None if state_argnums is None else positions(state_argnums),
-            "rules": checked_rules(logical_axis_rules or (), options.axis_names),
+            "rules": checked_rules(logical_axis_rules or (), asked_for.axis_names),
             "dimensions": tensor_dimensions or {},
         }
-        return _plans_of_first_process(options, args, wanted)
+        return _plans_of_first_process(asked_for, args, wanted)
 
 
 def _plans_of_first_process(options: Options, args: Sequence[Any], wanted: "_Wanted") -> BaselinePlans:

@@ -26,7 +26,7 @@ from diffshard.plans.formats import (
 )
 from diffshard.plans.json_values import from_json_values
 from diffshard.plans.plan_record import PlanRecord
-from diffshard.resharding.moves import Move
+from diffshard.resharding import Move
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
 

@@ -3,22 +3,21 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from cost.base import Link, Problem
-from diffshard.base import Solution, Solver
+from diffshard.base import Solution
 from diffshard.budgets.base import Budget, Phase, mean_step_s
 from diffshard.budgets.job import Job, Outcome, job_of
 from diffshard.budgets.joint import choices_of, joint_alike, joint_problem
-from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, hardware_for, positions
+from diffshard.sharding_search.options import options_of
 from diffshard.sharding_search.planning import LAST_PROBLEM_SHARE
 from diffshard.sharding_search.whole_work import warn_of_whole_work
 from diffshard.solving.objectives.minimise import minimise
-from diffshard.solving.solve import solve
+from diffshard.solving.solve import SolverOptions, solve, solver_options
 
 _MOST_PROBLEMS = 5
 """Tangents of the joint objective that are solved at most. Later ones seldom lead to a better outcome."""
@@ -32,11 +31,9 @@ def budget(
     *args: Any,
     move_link: Link | None = None,
     in_shardings: Any = None,
-    solver: str | Solver | None = None,
-    time_limit_s: float | None = None,
-    key: jax.Array | int | None = None,
     donate_argnums: int | Sequence[int] | None = (),
     static_argnums: int | Sequence[int] | None = (),
+    **options: Unpack[SolverOptions],
 ) -> Budget:
     """Plans a function for devices that change by a known or measured schedule, together with the moves of its state.
 
@@ -53,11 +50,9 @@ def budget(
       *args: as for the function itself, in all phases: arrays or `jax.ShapeDtypeStruct`.
       move_link: the link over which state moves; None takes the slowest link of the two phases' hardware.
       in_shardings: as in `search`, in all phases.
-      solver: as in `search`.
-      time_limit_s: seconds for the solver for each different phase, and for all of them together.
-      key: as in `search`.
       donate_argnums: as in `search`.
       static_argnums: as in `search`.
+      **options: `SolverOptions`; the time limit is that of each different phase, and of all of them together.
 
     Raises:
       InfeasibleError: no plan fits the memory limit of a phase; names the phase.
@@ -65,23 +60,9 @@ def budget(
     """
     start_s = time.perf_counter()
     _check(phases, move_link)
-    all_options = []
-    for phase in phases:
-        hardware, limit = hardware_for(phase.hardware, phase.mesh), phase.memory_limit_bytes
-        options = Options(
-            fn=fn,
-            mesh=phase.mesh,
-            hardware=hardware,
-            memory_limit_bytes=hardware.memory_bytes if limit is None else limit,
-            in_shardings=in_shardings,
-            solver=DEFAULT_SOLVER if solver is None else solver,
-            time_limit_s=time_limit_s,
-            key=key,
-            donate_argnums=positions(donate_argnums),
-            static_argnums=positions(static_argnums),
-            progress="none",
-        )
-        all_options.append(options)
+    of_all = {"in_shardings": in_shardings, "progress": "none", **solver_options(options)}
+    of_all |= {"donate_argnums": donate_argnums, "static_argnums": static_argnums}
+    all_options = [options_of(fn, p.mesh, p.hardware, p.memory_limit_bytes, **of_all) for p in phases]
     job = job_of(phases, all_options, args, move_link)
     alone = job.outcome([job.candidate(i, solution.choice) for i, solution in enumerate(job.solutions)])
     solution = _solve_together(job, alone)

@@ -9,7 +9,7 @@ from cost.base import Link
 from diffshard.base import InfeasibleError, Solution
 from diffshard.budgets.base import Phase, PhasePlans
 from diffshard.budgets.joint import MoveSeconds
-from diffshard.resharding.moves import Devices, Move, links_between, move_s, moved_bytes
+from diffshard.resharding import Devices, Move, links_between, move_s, moved_bytes
 from diffshard.sharding_search.call import call_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.planning import make_plan, solve_problem_of

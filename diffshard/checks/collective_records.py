@@ -94,10 +94,6 @@ def split_by_axis(collectives: Iterable[CollectiveRecord], axis_sizes: Mapping[s
 def axes_of_groups(groups: Sequence[Sequence[int]], axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Returns the mesh axes that groups of devices span.
 
-    Args:
-      groups: devices as positions in the mesh, row-major.
-      axis_sizes: the mesh.
-
     Returns:
       Axes in the mesh's order; an axis of which only a part is spanned counts. All axes longer than one where the
       groups follow no axes at all.

@@ -57,10 +57,6 @@ def kind_of(instruction: Instruction) -> CollectiveKind | None:
 def device_groups(instruction: Instruction, num_devices: int) -> list[list[int]]:
     """Returns the devices that one collective joins: its replica groups, or the (source, target) pairs of a permute.
 
-    Args:
-      instruction: a collective or its asynchronous start.
-      num_devices: of the whole program.
-
     Raises:
       ValueError: replica groups in a spelling that is not known.
     """
@@ -103,11 +99,6 @@ def _with_slices(
 
 def collective_record(instruction: Instruction, axis_sizes: Mapping[str, int], count: float = 1.0) -> CollectiveRecord:
     """Reads one collective instruction, or its asynchronous start.
-
-    Args:
-      instruction: one that `kind_of` knows.
-      axis_sizes: `mesh.shape`, devices numbered row-major.
-      count: executions in one step.
 
     Raises:
       ValueError: replica groups in a spelling that is not known.

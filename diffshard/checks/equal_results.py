@@ -22,9 +22,6 @@ def assert_equal_results(
 
     Returns:
       The largest relative difference of all arrays.
-
-    Raises:
-      AssertionError: results differ in structure, shape, dtype or value; it names the worst array.
     """
     expected = jax.device_get(_without_keys(jax.jit(function)(*_copies(args))))
     actual = jax.device_get(_without_keys(parallel(*_copies(args))))

@@ -102,26 +102,14 @@ class Computation:
 
 @dataclass(frozen=True)
 class Module:
-    """All computations of a program.
-
-    Attributes:
-      computations: by name.
-      entry: name of the computation with which the program begins.
-    """
+    """All computations of a program."""
 
     computations: Mapping[str, Computation]
     entry: str
 
 
 def parse(hlo: str) -> Module:
-    """Reads a module's text.
-
-    Args:
-      hlo: `compiled.as_text()`.
-
-    Raises:
-      ValueError: `hlo` has no entry computation.
-    """
+    """Reads a module's text."""
     computations: dict[str, list[Instruction]] = {}
     entry, current = None, ""
     for line in map(_without_comments, hlo.splitlines()):
@@ -172,9 +160,6 @@ def replica_groups(text: str, num_devices: int) -> list[list[int]]:
     Args:
       text: the instruction's text.
       num_devices: number of devices of the whole program; an empty list of groups means one group of all of them.
-
-    Raises:
-      ValueError: the spelling of the groups is not known.
     """
     match = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", text)
     if match:

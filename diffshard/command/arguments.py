@@ -133,11 +133,7 @@ def named_value(option: str, text: str) -> Any:
 
 
 def check_needs_nothing(option: str, function: Callable[..., Any]) -> None:
-    """Checks that a function can be called without arguments.
-
-    Raises:
-      UsageError: it has parameters without defaults.
-    """
+    """Checks that a function can be called without arguments."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # built-in functions have no signature
@@ -151,11 +147,7 @@ def check_needs_nothing(option: str, function: Callable[..., Any]) -> None:
 
 
 def named_function(option: str, text: str) -> Callable[..., Any]:
-    """Imports the function that MODULE:FUNCTION names, from the working directory first, as `python -m` does.
-
-    Raises:
-      UsageError: there is no such module or function, or it cannot be called.
-    """
+    """Imports the function that MODULE:FUNCTION names, from the working directory first, as `python -m` does."""
     value = _imported(option, text)
     if not callable(value):
         raise UsageError(f"{option}: {text} is {type(value).__name__}, not a function")
@@ -182,22 +174,14 @@ def _imported(option: str, text: str) -> Any:
 
 
 def check_writable(option: str, path: str | None) -> None:
-    """Checks that a result can be written, before minutes are spent on it.
-
-    Raises:
-      UsageError: the path is not that of a file in a folder that can be written to.
-    """
+    """Checks that a result can be written, before minutes are spent on it."""
     folder = os.path.dirname(os.path.abspath(path)) if path else None
     if folder and (not os.path.isdir(folder) or not os.access(folder, os.W_OK) or os.path.isdir(path or "")):
         raise UsageError(f"{option} {path}: not a file in a folder that can be written to")
 
 
 def check_solver(name: str | None) -> None:
-    """Checks the name of a solver; None is the default one.
-
-    Raises:
-      UsageError: there is no such solver; says which there are.
-    """
+    """Checks the name of a solver; None is the default one."""
     if name is not None and name not in solver_names():
         raise UsageError(f"--solver must be one of {', '.join(solver_names())}, not {name!r}")
 
@@ -211,11 +195,7 @@ class FailedError(Exception):
 
 @contextmanager
 def writing(option: str, path: str) -> Iterator[None]:
-    """Says that a file was written.
-
-    Raises:
-      FailedError: the file cannot be written; the message has its name and the reason.
-    """
+    """Says that a file was written."""
     try:
         yield
     except OSError as error:

@@ -5,13 +5,20 @@ Results go to stdout and to files, progress and errors to stderr. Exit codes: 0,
 """
 
 import argparse
+import math
 import os
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import metadata
 from typing import Any, get_args
 
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from cost.base import Hardware
 from cost.presets import PRESET_NAMES
 from diffshard.base import InfeasibleError, PlanError, printable
 from diffshard.checks.targets import TARGETS
@@ -20,18 +27,20 @@ from diffshard.command.arguments import (
     UsageError,
     arguments,
     axis_rules,
+    check_writable,
     checks,
     mesh_axes,
     num_bytes,
     positive_seconds,
     with_options,
+    writing,
 )
-from diffshard.command.calibrate_command import measure_hardware
 from diffshard.command.pipeline_options import add_cluster_options, add_pipeline_options
 from diffshard.command.plan_commands import compare_plans, diff_plans, search_plan, show_plan
 from diffshard.command.solve_command import solve_instance
+from diffshard.hardware import calibrate, save_hardware
 from diffshard.plans.base import Executor
-from diffshard.plans.formats import TEXT_WIDTH
+from diffshard.plans.formats import TEXT_WIDTH, format_bytes, format_s, format_table
 from diffshard.sharding_search.options import Remat
 from diffshard.solving.solve import solver_names
 
@@ -230,3 +239,40 @@ def _add_solver_options(parser: argparse.ArgumentParser) -> None:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def measure_hardware(options: argparse.Namespace) -> int:
+    """Measures the devices of a mesh, prints what they reach, writes it to `--output`, and returns the exit code."""
+    check_writable("--output", options.output)
+    sizes, devices = tuple(options.mesh.values()), jax.devices()
+    if len(devices) < math.prod(sizes):
+        raise UsageError(
+            f"--mesh has {math.prod(sizes)} devices, and there are {len(devices)}: {devices[0].device_kind}. Name axes "
+            "with the sizes of this machine"
+        )
+    grid = np.array(devices[: math.prod(sizes)]).reshape(sizes)
+    mesh = Mesh(grid, tuple(options.mesh), axis_types=(AxisType.Auto,) * grid.ndim)
+    given = {"matrix_size": options.matrix_size, "largest_bytes": options.largest, "repeats": options.repeats}
+    try:
+        hardware = calibrate(mesh, dtypes=options.dtypes, **{k: int(v) for k, v in given.items() if v is not None})
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from None
+    hardware = hardware if options.name is None else replace(hardware, name=options.name)
+    print(_text(hardware, options.mesh), flush=True)
+    if options.output:
+        with writing("--output", options.output):
+            save_hardware(hardware, options.output)
+    return 0
+
+
+def _text(hardware: Hardware, axes: dict[str, int]) -> str:
+    """Returns what was measured as a table."""
+    rates = hardware.flops_per_s if isinstance(hardware.flops_per_s, dict) else {}
+    rows = [("products", dtype, f"{rate / 1e12:.3g} TFLOP/s") for dtype, rate in rates.items()]
+    rows.append(("memory", format_bytes(hardware.memory_bytes), f"{hardware.memory_bytes_per_s / 1e9:.3g} GB/s"))
+    for axis, size in axes.items():
+        link = hardware.link(axis)
+        bandwidth = f"{1e-9 / link.s_per_byte:.3g} GB/s" if link.s_per_byte else "as fast for any size"
+        measured = f"{bandwidth}, latency {format_s(link.latency_s)}" if size > 1 else "one device"
+        rows.append(("links", f"{axis} {size}", measured))
+    return "\n".join([hardware.name, "", *format_table(rows, "  ")])

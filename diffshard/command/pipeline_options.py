@@ -122,11 +122,7 @@ def gradient_reductions(text: str) -> tuple[GradientReduction, ...]:
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster | None:
-    """Returns the cluster of `--cluster`; None if it is not given.
-
-    Raises:
-      UsageError: `--between` is missing, or given without `--cluster`.
-    """
+    """Returns the cluster of `--cluster`; None if it is not given."""
     if options.cluster is None:
         if options.between is not None:
             raise UsageError("--between is for --cluster")
@@ -143,11 +139,7 @@ def cluster_of(options: argparse.Namespace) -> Cluster | None:
 
 
 def pipeline_of(options: argparse.Namespace) -> Pipeline | None:
-    """Returns what the search may choose of a pipeline; None without `--pipeline`.
-
-    Raises:
-      UsageError: an option of pipelines is given without it, or devices are no cluster.
-    """
+    """Returns what the search may choose of a pipeline; None without `--pipeline`."""
     given = [name for name in _OF_PIPELINES if getattr(options, name) is not None]
     if not options.pipeline:
         if given:

@@ -57,11 +57,7 @@ def make_devices(options: argparse.Namespace, cluster: Cluster | None) -> None:
 
 
 def arrays_of(make: Callable[[], Any]) -> tuple[Any, ...]:
-    """Returns the arguments of the step, as the function of `--args` makes them.
-
-    Raises:
-      UsageError: they are shapes, not arrays.
-    """
+    """Returns the arguments of the step, as the function of `--args` makes them."""
     made = make()
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(made)):
         raise UsageError("--check numbers runs the function, so that --args has to return arrays, not shapes")
@@ -69,11 +65,7 @@ def arrays_of(make: Callable[[], Any]) -> tuple[Any, ...]:
 
 
 def run_once(plan: Plan, function: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Runs a plan once, and says that the results are right.
-
-    Raises:
-      FailedError: they are not, or there are too few devices.
-    """
+    """Runs a plan once, and says that the results are right."""
     num_devices = math.prod(plan.mesh_axes.values())
     devices = jax.devices()
     if len(devices) < num_devices:
@@ -144,11 +136,7 @@ def _compiler_of(checks: Sequence[Check]) -> Check | None:
 
 
 def _mesh_and_hardware(options: argparse.Namespace) -> tuple[AbstractMesh | None, Hardware | str | None]:
-    """Returns the mesh, None where its shape is to be found, and its hardware, then by name; None for a cluster's.
-
-    Raises:
-      UsageError: there is no such hardware, or it is given beside `--cluster`, or neither is.
-    """
+    """Returns the mesh, None where its shape is to be found, and its hardware, then by name; None for a cluster's."""
     if (options.hardware is None) == (options.cluster is None):
         raise UsageError("give --hardware, or --cluster, which names the hardware of its hosts")
     if options.cluster is not None:
@@ -246,11 +234,7 @@ def _plan_of_search(path: str) -> Plan:
 
 
 def _positions(function: Callable[..., Any], arguments: Sequence[int | str]) -> tuple[int, ...]:
-    """Returns the positions of arguments that are given by number or name.
-
-    Raises:
-      UsageError: the function has no argument of that number or name.
-    """
+    """Returns the positions of arguments that are given by number or name."""
     parameters = inspect.signature(function).parameters if arguments else {}
     names = list(parameters)
     is_open = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values())

@@ -21,7 +21,7 @@ from diffshard.checks.collective_records import with_reduce_scatters
 from diffshard.checks.explicit_collectives import explicit_collectives
 from diffshard.checks.targets import Target
 from diffshard.checks.verify import predicted_sent_bytes, sent_bytes
-from diffshard.comparison.judging import CompilablePlan, judge
+from diffshard.comparison.compare import CompilablePlan, judge
 from diffshard.plans.base import Executor
 from diffshard.plans.comparison import ComparedPlan, Comparison
 from diffshard.plans.formats import format_bytes, format_count, format_s
@@ -47,11 +47,7 @@ FOUND = "found"
 
 
 def checks_of(check: Check | Sequence[Check] | None) -> tuple[Literal["shardy", "compile"] | None, bool]:
-    """Returns which compiler judges a plan, and whether the numbers of the first call are checked.
-
-    Raises:
-      ValueError: there is no such check, or two compilers are asked for.
-    """
+    """Returns which compiler judges a plan, and whether the numbers of the first call are checked."""
     checks = () if check is None else tuple(check) if isinstance(check, tuple | list) else (check,)
     if any(name not in get_args(Check) for name in checks) or {"shardy", "compile"} <= set(checks):
         raise ValueError(
@@ -62,11 +58,7 @@ def checks_of(check: Check | Sequence[Check] | None) -> tuple[Literal["shardy", 
 
 
 def plan_by_shardy(request: PlanRequest) -> Plan:
-    """Returns the found plan, with a note where Shardy's partitioner would send other bytes than the plan has.
-
-    Raises:
-      InfeasibleError: as `find_plan`.
-    """
+    """Returns the found plan, with a note where Shardy's partitioner would send other bytes than the plan has."""
     plan = _find(request)
     request = request.with_recomputed(plan.recomputed, plan.offloaded)
     axes = dict(plan.mesh_axes)
@@ -200,11 +192,7 @@ class _CompiledPlans:
         self.add_found(f"{FOUND}, all kept", found, request.traced_function, request.space)
 
     def best(self, start_s: float) -> Plan:
-        """Returns the best plan with the table of all.
-
-        Raises:
-          InfeasibleError: programs were compiled, and none fits the memory limit.
-        """
+        """Returns the best plan with the table of all."""
         limit = self.options.memory_limit_bytes
         found = self.entries[0][0].plan
         axes = dict(self.options.mesh.shape)

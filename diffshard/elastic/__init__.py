@@ -6,7 +6,7 @@
 >>> plans = diffshard.elastic.budget(train_step, phases, state, batch)
 >>> weights = diffshard.elastic.reshard(weights, shardings)
 
-`diffshard.resume` is in `resume.py`, with checkpoints in `manifests.py` and the files beside it.
+`diffshard.resume` is in `resume.py`, with checkpoints in `checkpoint_files.py` and the files beside it.
 """
 
 from typing import TYPE_CHECKING
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from diffshard.budgets.base import Phase as Phase
     from diffshard.budgets.budget import budget as budget
     from diffshard.budgets.logs import phases_of_log as phases_of_log
-    from diffshard.elastic.manifests import CheckpointError as CheckpointError
+    from diffshard.elastic.checkpoint_files import CheckpointError as CheckpointError
     from diffshard.elastic.training import Training as Training
-    from diffshard.resharding.moves import Move as Move
-    from diffshard.resharding.reshard import reshard as reshard
-    from diffshard.resharding.reshard import reshard_price as reshard_price
+    from diffshard.resharding import Move as Move
+    from diffshard.resharding import reshard as reshard
+    from diffshard.resharding import reshard_price as reshard_price
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

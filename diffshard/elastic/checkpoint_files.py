@@ -2,28 +2,197 @@
 
 Orbax writes a checkpoint into a temporary folder and renames it when everything is there, so that an interrupted save
 leaves no folder with a checkpoint's name. It does not notice everything that may happen to the files afterwards, and so
-every checkpoint has a manifest (`manifests.py`).
+every checkpoint has a manifest: what it holds, and whether that is still what was written.
+
+The numbers of an array have no checksum in orbax's files. So the last file that is written before a checkpoint gets its
+name is a manifest, which has the size and the checksum of every other file and of itself.
 """
 
+import json
 import os
 import re
 import secrets
 import shutil
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
-from diffshard.base import ProcessesError
-from diffshard.elastic.manifests import (
-    CHANGED_LATER,
-    MANIFEST,
-    Checkpoint,
-    CheckpointError,
-    Files,
-    IncompatibleError,
-    damage_of,
-    read_manifest,
-    step_folder,
-)
+from cost.number_ranges import Count, Index
+from diffshard.base import FileError, ProcessesError
+from diffshard.files import replace_file
+from diffshard.pipelines.plan import PipelinePlan
+from diffshard.plans.documents import DAMAGE, PIPELINE, kind_of, read
+from diffshard.plans.file import load, save
+from diffshard.plans.json_values import JsonValues, from_json_values
 from diffshard.processes import Processes
+from diffshard.sharding_search.plan import Plan
+
+FORMAT, VERSION = "diffshard checkpoint", 1
+MANIFEST, PLAN = "checkpoint.json", "plan.json"
+CHANGED_LATER = "_CHECKPOINT_METADATA"
+"""A file in which orbax notes something when it renames the folder."""
+Files = Mapping[str, tuple[Index, Index]]
+"""Size and checksum of each file of a checkpoint, by its path in the folder."""
+_CHUNK_BYTES = 1 << 22
+
+
+class CheckpointError(FileError):
+    """A checkpoint is damaged, or does not fit the function that is to go on from it."""
+
+
+class IncompatibleError(CheckpointError):
+    """A checkpoint is whole, but of another version, or in a folder with the name of another step."""
+
+
+@dataclass(frozen=True)
+class SavedArray:
+    """An array of a saved state.
+
+    Attributes:
+      path: its place in the state.
+      shape, dtype: of the whole array; the dtype of random keys is written as `key<fry>`.
+    """
+
+    path: str
+    shape: tuple[Index, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"`{self.path}` of {self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint."""
+
+    folder: str
+    num_steps: Count
+    arrays: tuple[SavedArray, ...]
+    data: JsonValues
+
+    def plan(self) -> Plan | PipelinePlan:
+        """Reads the plan that the training ran with."""
+        path = os.path.join(self.folder, PLAN)
+        return PipelinePlan.load(path) if kind_of(read(path)) == PIPELINE else load(path, Plan)
+
+
+class _Manifest(NamedTuple):
+    """What `MANIFEST` says beside its kind and its own checksum."""
+
+    num_steps: Count
+    arrays: tuple[SavedArray, ...]
+    data: JsonValues
+    files: Files
+
+
+def step_folder(directory: str, num_steps: int) -> str:
+    """Returns the folder of a checkpoint."""
+    return os.path.join(directory, f"{num_steps:08d}")
+
+
+def write_manifest(
+    folder: str, plan: Plan | PipelinePlan, num_steps: int, arrays: Sequence[SavedArray], data: Any
+) -> None:
+    """Finishes a checkpoint whose arrays are written: adds the plan and, last, the manifest."""
+    path = os.path.join(folder, PLAN)
+    if isinstance(plan, PipelinePlan):
+        plan.save(path)
+    else:
+        save(plan, path)  # in the first process, which does not wait for others here
+    files = {name: _size_and_checksum(os.path.join(folder, name)) for name in _files_in(folder)}
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "num_steps": num_steps,
+        "arrays": [asdict(array) for array in arrays],
+        "data": data,
+        "files": files,
+    }
+    replace_file(os.path.join(folder, MANIFEST), json.dumps({"checksum": _checksum_of(document), **document}))
+
+
+def read_manifest(folder: str) -> tuple[Checkpoint, Files]:
+    """Reads what a checkpoint is, and size and checksum of each of its files."""
+    path = os.path.join(folder, MANIFEST)
+    try:
+        with open(path, encoding="utf-8") as file:
+            document = json.load(file)
+        checksum = document.pop("checksum")
+        if checksum != _checksum_of(document):
+            raise ValueError("its checksum is wrong")
+        kind, version = document.pop("format"), document.pop("version")
+        if (kind, repr(version)) != (FORMAT, repr(VERSION)):  # True is no version 1
+            raise IncompatibleError(
+                f"`{folder}` is a {kind} of version {version}; this diffshard reads version {VERSION} of a {FORMAT}. "
+                "Update diffshard, or train on with the version that wrote it."
+            )
+        manifest = _manifest_of(document)
+    except FileNotFoundError:
+        raise CheckpointError(f"`{folder}` has no {MANIFEST}: diffshard did not write it, or not to the end") from None
+    except IncompatibleError:
+        raise
+    except DAMAGE as error:
+        raise CheckpointError(f"`{path}` is damaged: {type(error).__name__}: {error}") from None
+    own_folder = step_folder(os.path.dirname(folder), manifest.num_steps)
+    if os.path.basename(folder) != os.path.basename(own_folder):
+        raise IncompatibleError(
+            f"`{folder}` is the checkpoint of step {manifest.num_steps} under another name. Give it its own name back, "
+            f"`{os.path.basename(own_folder)}`, or move it out of the directory."
+        )
+    return Checkpoint(folder, manifest.num_steps, manifest.arrays, manifest.data), manifest.files
+
+
+def _manifest_of(values: Any) -> _Manifest:
+    """Returns what a manifest says.
+
+    Raises:
+      TypeError, ValueError: the values are none.
+    """
+    manifest: _Manifest = from_json_values(_Manifest, values)
+    if PLAN not in manifest.files:
+        raise ValueError(f"`files` lacks {PLAN!r}")
+    for name in manifest.files:
+        if os.path.isabs(name) or ".." in name.split(os.sep):
+            raise ValueError(f"`files` has {name!r}, which is not in the folder")
+    return manifest
+
+
+def damage_of(folder: str, files: Files) -> str | None:
+    """Returns what is wrong with the files of a checkpoint; None if nothing is."""
+    for name in sorted(files):
+        path = os.path.join(folder, name)
+        try:
+            found = _size_and_checksum(path)
+        except OSError as error:
+            return f"`{path}` cannot be read: {error.strerror}"
+        if found[0] != files[name][0]:
+            return f"`{path}` has {found[0]:,} bytes, not {files[name][0]:,}"
+        if found != files[name]:
+            return f"`{path}` has another checksum than when it was written"
+    return None
+
+
+def _files_in(folder: str) -> list[str]:
+    """Returns the paths of all files in a folder that no one changes any more, relative to it."""
+    paths = []
+    for parent, _, names in os.walk(folder):
+        paths += [os.path.relpath(os.path.join(parent, name), folder) for name in names]
+    return sorted(path for path in paths if path != CHANGED_LATER)
+
+
+def _size_and_checksum(path: str) -> tuple[int, int]:
+    size, checksum = 0, 0
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
+    return size, checksum
+
+
+def _checksum_of(document: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(document, sort_keys=True).encode())
+
 
 _STEP = re.compile(r"[0-9]{8}|[1-9][0-9]{8,17}")
 _UNFINISHED = re.compile(r"[0-9]{8,}(\.orbax-checkpoint-tmp|\.[0-9a-f]{8}\.removed$)")
@@ -55,10 +224,6 @@ def last_whole_checkpoint(directory: str, processes: Processes) -> tuple[Checkpo
     The first process reads what there is, and the files whose checksums are compared are divided among all: so it takes
     a part of the time, and every process has read from the directory before it trusts it.
 
-    Args:
-      directory: that all processes see.
-      processes: that call this together.
-
     Returns:
       The checkpoint, None if there are none; and what is wrong with newer ones that are damaged, by number of steps.
       The same in all processes.
@@ -89,12 +254,7 @@ def last_whole_checkpoint(directory: str, processes: Processes) -> tuple[Checkpo
 
 
 def divided(files: Files, count: int) -> list[dict[str, tuple[int, int]]]:
-    """Divides files into parts of about equal size: the largest first, each to the part that has least.
-
-    Args:
-      files: size and checksum of each.
-      count: of parts.
-    """
+    """Divides files into parts of about equal size: the largest first, each to the part that has least."""
     parts: list[dict[str, tuple[int, int]]] = [{} for _ in range(count)]
     sizes = [0] * count
     for name in sorted(files, key=lambda name: (-files[name][0], name)):
@@ -105,11 +265,7 @@ def divided(files: Files, count: int) -> list[dict[str, tuple[int, int]]]:
 
 
 def _damage_seen_by_all(folder: str, files: Files, processes: Processes) -> str | None:
-    """Returns what is wrong with the files of a checkpoint, of which each process reads a part; None if nothing is.
-
-    Raises:
-      ProcessesError: a process does not see the folder, or finds wrong what the first one reads without a fault.
-    """
+    """Returns what is wrong with the files of a checkpoint, of which each process reads a part; None if nothing is."""
     processes.check_alike(_CHECK, {f"whether there is a folder `{folder}`": str(os.path.isdir(folder))})
     parts, first = divided(files, len(processes.indices)), processes.indices[0]
     damages = processes.gathered(_CHECK, lambda: damage_of(folder, parts[processes.place]))

@@ -84,10 +84,6 @@ class ArrayFiles:
     def restore(self, folder: str, targets: Mapping[str, jax.ShapeDtypeStruct]) -> list[jax.Array]:
         """Reads arrays into their shardings; each process reads the parts of its own devices.
 
-        Args:
-          folder: of a checkpoint.
-          targets: by name the shapes, dtypes and shardings.
-
         Raises:
           OSError: a file cannot be read.
         """

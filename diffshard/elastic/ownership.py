@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 
 from cost.number_ranges import Index
 from diffshard.base import printable
-from diffshard.elastic.manifests import CheckpointError
+from diffshard.elastic.checkpoint_files import CheckpointError
 from diffshard.files import replace_file
 from diffshard.plans.documents import DAMAGE
 from diffshard.plans.json_values import from_json_values
@@ -69,9 +69,6 @@ class Owner:
 class Ownership:
     """A directory that this process has taken. It is given back by `release`, and at the latest when the process ends.
 
-    Args:
-      directory: of the checkpoints, which exists.
-
     Raises:
       InUseError: another job writes there; the error says which.
       OSError: the directory cannot be written to.
@@ -98,11 +95,7 @@ class Ownership:
         return not _has_token(self._path, self._token)
 
     def check(self) -> None:
-        """Checks that the directory is still this process's.
-
-        Raises:
-          InUseError: another job has taken it, or its file is gone.
-        """
+        """Checks that the directory is still this process's."""
         if self.is_lost:
             other = _owner_in(self._path)
             who = "and nobody has it now" if other is None else f"by {other}"

@@ -14,8 +14,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from cost.clusters import Cluster
 from cost.real_numbers import whole_number
 from diffshard.base import PlanError
-from diffshard.elastic.checkpoint_files import last_whole_checkpoint, remove_unfinished, set_aside
-from diffshard.elastic.manifests import Checkpoint, CheckpointError
+from diffshard.elastic.checkpoint_files import (
+    Checkpoint,
+    CheckpointError,
+    last_whole_checkpoint,
+    remove_unfinished,
+    set_aside,
+)
 from diffshard.elastic.ownership import Ownership
 from diffshard.elastic.training import STATE, Training, difference_of, saved_arrays
 from diffshard.files import folder_path
@@ -25,8 +30,8 @@ from diffshard.pipelines.plan import PipelinePlan
 from diffshard.plans.formats import short_name
 from diffshard.processes import Processes, errors_for_all, processes_of
 from diffshard.sharding_search.call import split
-from diffshard.sharding_search.fresh_state import FreshState
 from diffshard.sharding_search.mesh_candidates import mesh_of_all
+from diffshard.sharding_search.placing_arrays import FreshState
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.request import PlanRequest
 
@@ -143,10 +148,6 @@ def take_over(directory: str, processes: Processes) -> Checkpoint | None:
     Checkpoints that are damaged and newer than the last whole one are renamed, with a warning. What interrupted saves
     have left is removed, which breaks the save of a job that still writes there.
 
-    Args:
-      directory: that all processes see, and that is this job's.
-      processes: that call this together.
-
     Raises:
       CheckpointError, OSError, ProcessesError: as `last_whole_checkpoint`; nothing is changed then.
     """
@@ -166,11 +167,7 @@ def take_over(directory: str, processes: Processes) -> Checkpoint | None:
 def _pipelined(
     fn: Callable[..., Any], devices: Any, fresh_state: FreshState, args: Sequence[Any], options: dict[str, Any]
 ) -> tuple[PipelinedFunction[PipelinePlan], PipelinePlan, list[NamedSharding]]:
-    """Returns a step that runs as a pipeline, its plan, and where the arrays of the state are kept.
-
-    Raises:
-      ValueError: the step does not return the state.
-    """
+    """Returns a step that runs as a pipeline, its plan, and where the arrays of the state are kept."""
     step = search(fn, devices, **options)
     plan, places = step.plan(fresh_state.shapes, *args), step.places(fresh_state.shapes, *args)
     of_state = zip(fresh_state.paths(STATE), places, strict=False)
@@ -182,11 +179,7 @@ def _pipelined(
 
 
 def _mesh_of(cluster: Cluster) -> Mesh:
-    """Returns a mesh of all devices of a cluster, by which their processes are known.
-
-    Raises:
-      ValueError: they are those of several processes.
-    """
+    """Returns a mesh of all devices of a cluster, by which their processes are known."""
     mesh = mesh_of_all(cluster)
     if not isinstance(mesh, Mesh):
         raise ValueError("`mesh` is a cluster that is only described: there are no devices to train on.")
@@ -196,11 +189,7 @@ def _mesh_of(cluster: Cluster) -> Mesh:
 
 
 def _checked_arguments(mesh: Any, init: Any, counts: Mapping[str, Any]) -> Mesh:
-    """Checks what `resume` is given beside the directory and the function, and returns the mesh; `counts` by names.
-
-    Raises:
-      TypeError, ValueError: an argument breaks a rule; the error names it and its value.
-    """
+    """Checks what `resume` is given beside the directory and the function, and returns the mesh; `counts` by names."""
     if not isinstance(mesh, Mesh):
         if isinstance(mesh, Cluster):
             raise TypeError("`mesh` can be a Cluster together with `pipeline` only; give a jax.sharding.Mesh.")
@@ -224,11 +213,7 @@ def _checked_arguments(mesh: Any, init: Any, counts: Mapping[str, Any]) -> Mesh:
 
 
 def _check_that_state_comes_back(request: PlanRequest) -> None:
-    """Checks that the results have arrays like those of the state, which is the first argument.
-
-    Raises:
-      ValueError: an array of the state has no counterpart of its shape and dtype; names it.
-    """
+    """Checks that the results have arrays like those of the state, which is the first argument."""
     traced_function = request.traced_function
     call, name = traced_function.call, short_name(request.options.function_name)
     returned = Counter((result.shape, result.dtype) for result in traced_function.jaxpr.out_avals)

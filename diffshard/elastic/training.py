@@ -10,8 +10,15 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from cost.real_numbers import whole_number
-from diffshard.elastic.checkpoint_files import remove, saved_steps
-from diffshard.elastic.manifests import Checkpoint, CheckpointError, SavedArray, step_folder, write_manifest
+from diffshard.elastic.checkpoint_files import (
+    Checkpoint,
+    CheckpointError,
+    SavedArray,
+    remove,
+    saved_steps,
+    step_folder,
+    write_manifest,
+)
 from diffshard.elastic.orbax_files import ArrayFiles
 from diffshard.elastic.ownership import Ownership
 from diffshard.pipelines.pipelined_function import PipelinedFunction
@@ -19,8 +26,8 @@ from diffshard.pipelines.plan import PipelinePlan
 from diffshard.plans.formats import short_name
 from diffshard.processes import errors_for_all, processes_of
 from diffshard.sharding_search.call import abstract_array, array_paths, split
-from diffshard.sharding_search.fresh_state import FreshState
 from diffshard.sharding_search.numbers_check import as_one_array
+from diffshard.sharding_search.placing_arrays import FreshState
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
 

@@ -14,11 +14,7 @@ _LONGEST_S = 1e100
 
 
 def checked_workers(flops_per_s: Any, capacity: Any, latency_s: Any, s_per_byte: Any) -> ExpertWorkers:
-    """Returns the workers.
-
-    Raises:
-      ValueError: an array has the wrong shape or a number that breaks its rule.
-    """
+    """Returns the workers."""
     speeds = checked_speeds(flops_per_s)
     links = []
     for name, numbers in (("latency_s", latency_s), ("s_per_byte", s_per_byte)):
@@ -41,11 +37,7 @@ def checked_step(
     recomputation: Any,
     **numbers: Any,
 ) -> ExpertStep:
-    """Returns the step.
-
-    Raises:
-      ValueError: a number breaks its rule.
-    """
+    """Returns the step."""
     works = checked_works(expert_flops)
     for name in ("exchange_bytes", "num_exchanges", "all_reduce_bytes"):
         value = real_number(numbers[name])
@@ -91,9 +83,6 @@ def checked_capacity(capacity: Any, num_workers: int) -> np.ndarray:
     Args:
       capacity: one whole number for all workers, or W of them.
       num_workers: W.
-
-    Raises:
-      ValueError: it breaks a rule.
     """
     numbers = _numbers("capacity", capacity)
     if numbers.shape not in ((), (num_workers,)):

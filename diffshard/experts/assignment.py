@@ -22,9 +22,8 @@ from diffshard.experts.arguments import (
 )
 from diffshard.experts.plans import ExpertAssignment, status_of
 from diffshard.plans.certificate import relative_gap
-from diffshard.solve_options import SolveOptions, checked_solve_options
-from diffshard.solving.phases.balancing import Balancing
-from diffshard.solving.solve import solve
+from diffshard.solving.phases.improving import Balancing
+from diffshard.solving.solve import SolveOptions, checked_solve_options, solve
 from diffshard.solving.solvers import gradient
 from search_spaces.expert_assignment import ExpertAssignmentSpace
 

@@ -72,12 +72,7 @@ class ExpertLoads(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where an expert is.
-
-    Attributes:
-      device: along the axis.
-      slot: of the device.
-    """
+    """Where an expert is."""
 
     device: int
     slot: int
@@ -126,12 +121,7 @@ class ExpertMoves:
 
 
 def edge_colours(edges: Sequence[tuple[int, int]], num_devices: int) -> list[int]:
-    """Returns a colour for each edge of a bipartite graph, as few as the largest degree; edges at a device differ.
-
-    Args:
-      edges: (sender, receiver), each from 0 to `num_devices` - 1.
-      num_devices: on each side.
-    """
+    """Returns a colour for each edge of a bipartite graph, as few as the largest degree; edges at a device differ."""
     colours: list[int] = []
     # By side, device and colour, the edge that has it.
     edge_at: list[list[dict[int, int]]] = [[{} for _ in range(num_devices)] for _ in range(2)]

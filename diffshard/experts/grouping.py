@@ -34,8 +34,7 @@ from diffshard.experts.candidates import candidate_groups, equal_runs, lower_bou
 from diffshard.experts.divisions import MOST_WORKERS, Division, best_division, divisions_by_merging
 from diffshard.experts.plans import GroupPlan, status_of
 from diffshard.outer_search import Candidate, Outcome, OuterSearch
-from diffshard.solve_options import SolveOptions, checked_solve_options
-from diffshard.solving.solve import solve
+from diffshard.solving.solve import SolveOptions, checked_solve_options, solve
 from search_spaces.expert_groups import ExpertGroupSpace
 
 _SOLVED_COUNTS = 3

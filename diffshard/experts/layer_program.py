@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh
 from diffshard.experts.exchanges import GroupRing, exchange, group_table, member_table, with_summed_gradients
 from diffshard.experts.expert_moves import Place
 from diffshard.experts.layout_checks import check_expert
-from search_spaces.communication.layers.routing import best_experts, buffer_positions
+from search_spaces.communication.layers.expert import best_experts, buffer_positions
 
 Expert = Callable[[Any, jax.Array], jax.Array]
 """One expert's function of its parameters and tokens `[n, M]`."""
@@ -61,14 +61,7 @@ class Layout(Protocol):
 
 
 class LayerProgram:
-    """A layer of experts for `shard_map`.
-
-    Args:
-      layout: where the experts lie.
-      expert: as for `ExpertLayout.apply`.
-      capacity: C.
-      num_chosen: K.
-    """
+    """A layer of experts for `shard_map`."""
 
     def __init__(self, layout: Layout, expert: Expert, capacity: int, num_chosen: int):
         self._layout, self._expert, self._capacity, self._num_chosen = layout, expert, capacity, num_chosen

@@ -27,7 +27,7 @@ from diffshard.experts.layout_checks import (
     checked_names,
     map_named,
 )
-from search_spaces.communication.layers.routing import buffer_tokens
+from search_spaces.communication.layers.expert import buffer_tokens
 
 
 @dataclass(frozen=True)

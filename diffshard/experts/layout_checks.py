@@ -97,11 +97,7 @@ def check_expert(result: Any, num_tokens: int) -> None:
 
 
 def checked_names(names: Sequence[str] | None, state: Any, num_rows: int) -> frozenset[str] | None:
-    """Returns the names of the arrays of experts in a state; None for all arrays.
-
-    Raises:
-      ValueError: no array has one of the names, or an array with such a name does not begin with the slots.
-    """
+    """Returns the names of the arrays of experts in a state; None for all arrays."""
     if isinstance(names, str):
         raise ValueError(f"`names` must be a list of names, not the text {names!r}.")
     chosen = None if names is None else frozenset(names)

@@ -29,7 +29,7 @@ from diffshard.processes import Processes
 from diffshard.sharding_search.fingerprints import digest_of, key_text, versions
 from diffshard.sharding_search.program_text import program_text, value_text
 from search_spaces.partition_specs import NamedSpec
-from search_spaces.pipelines.stage_keys import Key
+from search_spaces.pipelines.stage_labels import Key
 from search_spaces.pipelines.stage_programs import StagedStep, copy_of
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ from jax.extend import core
 from diffshard.pipelines.microbatches import without_dead_code
 from diffshard.sharding_search.call import Structure, abstract_array, abstract_split, array_paths, split
 from diffshard.staged_array import StagedArray
-from search_spaces.pipelines.numbered_program import numbered_program, without_numbers
+from search_spaces.pipelines.grouped_program import numbered_program, without_numbers
 from search_spaces.replay import bind, context_of
 from search_spaces.sharding.tracing import feedback_of
 

@@ -29,7 +29,7 @@ from diffshard.pipelines.stage_calls import (
     program_as_traced,
 )
 from diffshard.pipelines.stage_run import StageRun
-from search_spaces.pipelines.stage_keys import Key, Label
+from search_spaces.pipelines.stage_labels import Key, Label
 from search_spaces.pipelines.stage_programs import StagedStep
 
 

@@ -9,8 +9,7 @@ import numpy as np
 from diffshard.pipelines.cutting import CutStep, UncutStep, cut_step
 from search_spaces.pipelines.cut_candidates import Cut, CutCandidate
 from search_spaces.pipelines.forward_backward import num_bytes
-from search_spaces.pipelines.stage_keys import StageEquation
-from search_spaces.pipelines.stage_labels import LabelledStep
+from search_spaces.pipelines.stage_labels import LabelledStep, StageEquation
 from search_spaces.sources import user_source
 
 _NEIGHBOURS = 8

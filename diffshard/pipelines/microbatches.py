@@ -12,12 +12,12 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from cost.real_numbers import whole_number
 from diffshard.pipelines.batch_arguments import BatchArguments, batch_of, given_arguments
 from diffshard.sharding_search.call import Structure, abstract_array, abstract_split, array_paths, split
-from diffshard.sharding_search.lost_changes import in_words, lost_changes, warn_of_lost_changes
+from diffshard.sharding_search.tracing import in_words, lost_changes, warn_of_lost_changes
 from search_spaces.pipelines.batch_flow import batch_flow
 from search_spaces.pipelines.batch_states import DivisionError
 from search_spaces.pipelines.microbatches import MicrobatchedFunction
 from search_spaces.pipelines.own_rows import with_own_rows
-from search_spaces.sharding.rules import rules_of
+from search_spaces.sharding.shardy import rules_of
 from search_spaces.sharding.tracing import build_graph, feedback_of
 
 

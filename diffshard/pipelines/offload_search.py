@@ -18,9 +18,9 @@ from diffshard.pipelines.stage_search import StageLayout
 from search_spaces.partition_specs import NamedSpec
 from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.residuals import can_be_offloaded, residuals_of
-from search_spaces.pipelines.stage_keys import Key
+from search_spaces.pipelines.stage_labels import Key
 from search_spaces.pipelines.stage_programs import StagedStep
-from search_spaces.rematerialisation.minimum_cuts import RematChoice
+from search_spaces.rematerialisation.choices import RematChoice
 
 
 class ResidualEstimate(NamedTuple):

@@ -20,10 +20,10 @@ from diffshard.pipelines.stage_calls import HOST_MEMORY
 from diffshard.plans.base import Executor, LogicalAxisRules
 from diffshard.sharding_search.call import are_arrays, split
 from diffshard.sharding_search.logical_axes import checked_rules, logical_axes_of, spec_by_rules
-from diffshard.sharding_search.options import DEFAULT_SOLVER, Remat, positional_names, signature_of
+from diffshard.sharding_search.options import Remat, positional_names, signature_of
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.request import PlanRequest
-from diffshard.solving.solve import check_key, resolve
+from diffshard.solving.solve import DEFAULT_SOLVER, check_solver_options
 from search_spaces.partition_specs import checked_axes_of
 from search_spaces.sharding.given import given_specs
 
@@ -77,17 +77,14 @@ class PipelineOptions:
     roles: ArgumentRoles = field(default_factory=ArgumentRoles)
 
     def __post_init__(self):
-        limit, time_limit_s = self.memory_limit_bytes, self.time_limit_s
+        limit = self.memory_limit_bytes
         if limit is not None and not is_positive(limit):
             raise ValueError(f"`memory_limit_bytes` must be a positive number, not {limit!r}.")
-        if time_limit_s is not None and not is_positive(time_limit_s):
-            raise ValueError(f"`time_limit_s` must be a positive number of seconds or None, not {time_limit_s!r}.")
         if self.progress not in get_args(ProgressDisplay):
             raise ValueError(f"`progress` must be one of {get_args(ProgressDisplay)}, not {self.progress!r}.")
         if self.executor is not None and self.executor not in get_args(Executor):
             raise ValueError(f"`executor` must be one of {get_args(Executor)}, not {self.executor!r}.")
-        check_key(self.key)
-        resolve(self.solver)
+        check_solver_options(self.solver, self.time_limit_s, self.key)
         _check_names_axes_of_stages(self.in_shardings)
         if self.logical_axis_rules is not None:
             object.__setattr__(self, "logical_axis_rules", checked_rules(self.logical_axis_rules, STAGE_AXES))

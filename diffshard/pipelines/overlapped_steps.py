@@ -17,7 +17,7 @@ from cost.pipeline_steps import Overlap, PipelineStep, overlapped_operations
 from diffshard.pipelines.copies import bytes_each
 from diffshard.pipelines.stage_calls import StageCalls
 from diffshard.pipelines.stage_run import Actions, StageRun
-from search_spaces.pipelines.stage_keys import Key, Label
+from search_spaces.pipelines.stage_labels import Key, Label
 from search_spaces.pipelines.stage_programs import StagedStep
 
 

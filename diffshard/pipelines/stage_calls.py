@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from search_spaces.pipelines.batch_states import Split
 from search_spaces.pipelines.microbatches import combined_with, merged, neutral
-from search_spaces.pipelines.stage_keys import NUMBER, Accumulation, Key, Label
+from search_spaces.pipelines.stage_labels import NUMBER, Accumulation, Key, Label
 from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
 
 ShardingOf = Callable[[int, Key], NamedSharding | None]

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from search_spaces.pipelines.microbatches import combined_with
-from search_spaces.pipelines.stage_keys import NUMBER, Accumulation, Key, Label
+from search_spaces.pipelines.stage_labels import NUMBER, Accumulation, Key, Label
 from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
 from search_spaces.replay import bind, context_of
 from search_spaces.sharding.graph import Vertex

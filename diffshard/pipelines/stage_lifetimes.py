@@ -12,9 +12,9 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from diffshard.pipelines.stage_function import StageFunction
-from search_spaces.pipelines.stage_keys import Key, Label
-from search_spaces.sharding.aliases import has_one_trip
+from search_spaces.pipelines.stage_labels import Key, Label
 from search_spaces.sharding.graph import Graph, Value, Vertex, is_contraction
+from search_spaces.sharding.memory import has_one_trip
 
 
 def weigh(function: StageFunction, graph: Graph, mesh: AbstractMesh) -> None:

@@ -17,7 +17,7 @@ from cost.pipeline_schedules import ScheduleGraph
 from diffshard.pipelines.copies import bytes_each
 from diffshard.pipelines.stage_calls import Leaving, StageCall, StageCalls
 from diffshard.pipelines.stage_run import StageRun
-from search_spaces.pipelines.stage_keys import Key, Label
+from search_spaces.pipelines.stage_labels import Key, Label
 
 _COUNTED = ("step_bytes", "sum_bytes", "microbatch_bytes", "peak_bytes", "host_bytes")
 

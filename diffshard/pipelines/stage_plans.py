@@ -27,11 +27,11 @@ from diffshard.plans.base import Tensor
 from diffshard.processes import Processes
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.plan_store import plan_of_first_process
 from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.planning import find_plan
-from diffshard.sharding_search.shared_plans import plan_of_first_process
 from search_spaces.pipelines.forward_backward import num_bytes
-from search_spaces.pipelines.stage_keys import Key, Label
+from search_spaces.pipelines.stage_labels import Key, Label
 from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
 
 

@@ -13,7 +13,7 @@ from jax.extend import core
 from cost.pipeline_schedules import BACKWARD, FORWARD, ScheduleGraph
 from diffshard.pipelines.stage_calls import Leaving, StageCall, StageCalls
 from search_spaces.pipelines.batch_states import Split
-from search_spaces.pipelines.stage_keys import NUMBER, Key, Label
+from search_spaces.pipelines.stage_labels import NUMBER, Key, Label
 
 
 class Actions(Protocol):

@@ -31,9 +31,9 @@ from diffshard.pipelines.stage_function import StageFunction
 from diffshard.pipelines.stage_search import STAGE_GAP, StageLayout, StageMemoryError, search_stage
 from search_spaces.pipelines.recomputed_programs import recomputed_stage, working_bytes
 from search_spaces.pipelines.residuals import OUTSIDE, StageResiduals, residuals_of, with_offloaded
-from search_spaces.pipelines.stage_keys import Label
+from search_spaces.pipelines.stage_labels import Label
 from search_spaces.pipelines.stage_programs import StagedStep
-from search_spaces.rematerialisation.minimum_cuts import RematChoice
+from search_spaces.rematerialisation.choices import RematChoice
 
 _ESTIMATE_ERROR = 0.05
 """How much too high choices of residuals may be estimated, relative: those of GPTs and MLPs that were near the best one

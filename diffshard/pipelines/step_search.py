@@ -20,7 +20,7 @@ from diffshard.pipelines.stage_search import StageLayout, stage_request
 from diffshard.pipelines.stage_variants import StageVariants
 from diffshard.sharding_search.request import PlanRequest
 from search_spaces.pipelines.example_groups import in_groups
-from search_spaces.pipelines.stage_keys import Key
+from search_spaces.pipelines.stage_labels import Key
 from search_spaces.pipelines.stage_programs import StagedStep, staged_step
 
 _MOST_LAYERS = 48

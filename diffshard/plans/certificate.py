@@ -98,11 +98,7 @@ def has_bound(lower_bound_s: float, gap: float) -> bool:
 
 
 def check_certificate(certificate: Certificate) -> None:
-    """Checks that a search can have ended so, and that the bound is not above the step.
-
-    Raises:
-      ValueError: names the field, the rule and the value.
-    """
+    """Checks that a search can have ended so, and that the bound is not above the step."""
     _, lower_bound_s, gap, status, *_ = certificate
     if status not in STATUSES:
         raise ValueError(f"`status` is {status!r}, not one of {STATUSES}")

@@ -26,9 +26,6 @@ def check_plan(plan: PlanData, distinct: Iterable[int] | None = None) -> None:
       plan: the plan.
       distinct: indices of operations that differ; all others are equal to one of these but for their place. None are
         all operations.
-
-    Raises:
-      ValueError: names the field, the rule and the value.
     """
     axes = plan.mesh_axes
     if not axes or math.prod(axes.values()) >= _MOST_DEVICES:
@@ -76,11 +73,7 @@ def _check_positions(plan: PlanData) -> None:
 
 
 def check_tensor(tensor: Tensor, axes: Iterable[str], name: str) -> None:
-    """Checks that an argument or a result has a type that arrays can have, and specs of the axes of a mesh.
-
-    Raises:
-      ValueError: names the field, the rule and the value.
-    """
+    """Checks that an argument or a result has a type that arrays can have, and specs of the axes of a mesh."""
     if "<" not in tensor.dtype:  # random keys have types like key<fry>
         try:
             jnp.dtype(tensor.dtype)

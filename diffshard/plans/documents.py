@@ -74,11 +74,7 @@ def checksum_of(document: Mapping[str, Any]) -> int:
 
 
 def check_stored(document: Any, name: str, version: int, key: str, path: str) -> None:
-    """Checks that a document of a store has its format and version, and was written for a key.
-
-    Raises:
-      PlanError: it does not, or was not.
-    """
+    """Checks that a document of a store has its format and version, and was written for a key."""
     if not isinstance(document, dict) or document.get("format") != name:
         raise PlanError(f"`{path}` is not a file of this store.")
     if document.get("version") != version or document.get("key") != key:
@@ -86,11 +82,7 @@ def check_stored(document: Any, name: str, version: int, key: str, path: str) ->
 
 
 def check_checksum(document: Mapping[str, Any]) -> None:
-    """Checks that a document holds what was written, if it says by a checksum what that was.
-
-    Raises:
-      ValueError: it does not.
-    """
+    """Checks that a document holds what was written, if it says by a checksum what that was."""
     values = {key: value for key, value in document.items() if key != _CHECKSUM}
     if _CHECKSUM in document and document[_CHECKSUM] != checksum_of(values):
         raise ValueError(
@@ -112,9 +104,6 @@ def content(document: Any, name: str, kind: str, version: int) -> dict[str, Any]
       name: where they come from, for errors.
       kind: the kind of plan that they must be.
       version: the version that is written, and the only one that can be read.
-
-    Raises:
-      PlanError: they are of another kind or version.
     """
     own_kind = kind_of(document)
     if isinstance(own_kind, str) and own_kind != kind and own_kind in _LOADED_BY:
@@ -138,9 +127,6 @@ def made_of(document: Any, name: str, kind: str, version: int, make: Callable[[d
       kind: as in `content`.
       version: as in `content`.
       make: makes it of the content; raises one of `DAMAGE` where it cannot.
-
-    Raises:
-      PlanError: as `content`; or the document is damaged.
     """
     values = content(document, name, kind, version)
     try:
@@ -185,11 +171,6 @@ class RecordFile:
 
     def from_json(self, document: Any, name: str, record: type[_T]) -> _T:
         """Returns a record of JSON values; fields that are not there have their defaults.
-
-        Args:
-          document: JSON values.
-          name: where they come from, for errors.
-          record: the class of the record.
 
         Raises:
           PlanError: they are of another kind or version, or damaged.

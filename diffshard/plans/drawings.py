@@ -19,13 +19,7 @@ MAX_COLUMNS = 1000
 
 
 class Curve(NamedTuple):
-    """A quantity that stays the same from each point to the next.
-
-    Attributes:
-      points: (x, y), x ascending.
-      colour: the name of a colour of `page_elements.STYLE`.
-      is_filled: whether the area below it is filled.
-    """
+    """A quantity that stays the same from each point to the next."""
 
     points: tuple[tuple[float, float], ...]
     colour: str
@@ -48,14 +42,7 @@ class Mark(NamedTuple):
 
 
 class Dot(NamedTuple):
-    """A dot with a text beside it.
-
-    Attributes:
-      x, y: place.
-      text: short, as it stays beside the dot.
-      title: what is shown when it is pointed at.
-      colour: the name of a colour of `page_elements.STYLE`.
-    """
+    """A dot with a text beside it."""
 
     x: float
     y: float

@@ -86,10 +86,6 @@ def from_json(
       kind: `PlanData` or a class with its fields.
       mesh: as in `Plan.load`.
       places: where the function's operations are, if the values come from `without_places`.
-
-    Raises:
-      PlanError: they are not a plan, are damaged, or are newer than this version; or the mesh has other axes; or there
-        are other operations than places.
     """
     plan = made_of(document, name, SHARDING, VERSION, lambda values: _plan_from_values(values, kind, mesh, places))
     if mesh is not None and list(mesh.shape.items()) != list(plan.mesh_axes.items()):  # their order counts
@@ -144,11 +140,7 @@ def _plan_from_values(
 
 
 def _distinct(operations: Any) -> tuple[list[dict[str, Any]], list[int], list[Place]]:
-    """Returns the operations that differ in more than their place, the number of each one, and the places.
-
-    Raises:
-      TypeError: an operation is no record with a place.
-    """
+    """Returns the operations that differ in more than their place, the number of each one, and the places."""
     numbers: dict[str, int] = {}
     distinct, order, places = [], [], []
     for values in operations:

@@ -101,11 +101,7 @@ def from_json_values(hint: Any, value: Any, converters: Mapping[Any, Any] | None
 
 
 def link_from_json(values: Any) -> Link:
-    """Returns a link from JSON values, also from those that were saved before links had lines by kind.
-
-    Raises:
-      MisfitError, ValueError: as `from_json_values`.
-    """
+    """Returns a link from JSON values, also from those that were saved before links had lines by kind."""
     values = dict(values) if isinstance(values, dict) else values
     by_kind = {}
     for kind in ("all_to_all", "reduce_scatter"):

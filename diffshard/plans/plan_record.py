@@ -58,11 +58,7 @@ class PlanRecord(Certified):
         return framed(self.html())
 
     def diff(self, other: Self) -> str:
-        """Returns a line for each value that another plan has otherwise, as `busy_s[2]: 0.5 → 0.25`; empty for none.
-
-        Raises:
-          PlanError: the other plan is of another kind.
-        """
+        """Returns a line for each value that another plan has otherwise, as `busy_s[2]: 0.5 → 0.25`; empty for none."""
         if type(other) is not type(self):
             raise PlanError(f"A {type(self).__name__} can be compared with its own kind, not a {type(other).__name__}.")
         values, others = (dict(_leaves(plan._file.to_json(plan))) for plan in (self, other))

@@ -17,13 +17,13 @@ from diffshard.plans.formats import format_bytes, format_percent, format_s
 from diffshard.plans.sections import LEAST_SHARE, MOST_LINES, Advice
 from diffshard.sharding_search.layout import layout_of
 from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.plan_store import start_of
 from diffshard.sharding_search.planning import fastest_choice
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.step_objective import step_s
-from diffshard.sharding_search.warm_start import start_of
 from search_spaces.base import Choice
 from search_spaces.sharding.format_gains import best_gains_s
-from search_spaces.sharding.memory_use import memory_use
+from search_spaces.sharding.memory import memory_use
 from search_spaces.sharding.product_formats import takes_formats
 from search_spaces.sharding.space import ShardingSpace
 

@@ -112,9 +112,6 @@ def split(tree: Any) -> tuple[list[Any], Structure]:
 
     Arrays are what `jax.jit` takes: Python's numbers, too. In an Equinox module numbers are constants, as they are for
     `equinox.filter_jit`.
-
-    Raises:
-      TypeError: a leaf is neither an array nor hashable; names it.
     """
     entries, treedef = jax.tree_util.tree_flatten_with_path(tree)
     arrays, constants = [], []
@@ -146,11 +143,7 @@ def array_paths(name: str, tree: Any) -> tuple[str, ...]:
 
 
 def bound_arguments(options: Options, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Returns arguments by position as far as the function has positions for them, and static ones as `Static`.
-
-    Raises:
-      TypeError: the function does not take these arguments.
-    """
+    """Returns arguments by position as far as the function has positions for them, and static ones as `Static`."""
     args, kwargs = tuple(args), dict(kwargs)
     if kwargs:
         signature = options.signature

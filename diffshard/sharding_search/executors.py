@@ -80,11 +80,7 @@ class FlatFunction(NamedTuple):
 def flat_function(
     plan: PlanData, traced_function: TracedFunction, space: ShardingSpace, mesh: Mesh | AbstractMesh
 ) -> FlatFunction:
-    """Returns a traced function as the plan's executor runs it on a mesh.
-
-    Raises:
-      PlanError: the plan was made for another function, or does not have what its executor needs.
-    """
+    """Returns a traced function as the plan's executor runs it on a mesh."""
     evaluate = _evaluator(plan, traced_function, space, with_automatic_axes(mesh))
     types = array_types(traced_function.call.arrays)
 
@@ -170,11 +166,7 @@ def _evaluator(
 
 
 def _check_partitioned_rightly(graph: Graph, layout: Layout) -> None:
-    """Checks that XLA's partitioner is not known to compute a layout's operations wrongly.
-
-    Raises:
-      PlanError: it is; names the operations.
-    """
+    """Checks that XLA's partitioner is not known to compute a layout's operations wrongly."""
     for name, sources in sources_of(wrongly_partitioned(graph, layout.strategies)):
         raise PlanError(
             f'`executor` is "constraints", by which XLA\'s partitioner would compute {name} ({sources}) wrongly: the '

@@ -25,11 +25,7 @@ _WEAK_TYPES = (
 
 
 def layout_of(plan: PlanData, space: ShardingSpace) -> Layout:
-    """Returns the layout that a plan stands for, on a function's graph.
-
-    Raises:
-      PlanError: the plan was made for another function; names the first difference.
-    """
+    """Returns the layout that a plan stands for, on a function's graph."""
     vertices = space.graph.vertices
     for i, (vertex, operation) in enumerate(zip(vertices, plan.operations, strict=False)):
         signature = signature_of(vertex)

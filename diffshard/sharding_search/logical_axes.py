@@ -44,9 +44,6 @@ def spec_by_rules(axes: LogicalAxes, rules: LogicalAxisRules, mesh_axes: Sequenc
       rules: pairs of a name and mesh axes.
       mesh_axes: the names of the mesh's axes.
       path: the array's, for the message.
-
-    Raises:
-      ValueError: a name has no rule and is no mesh axis.
     """
     used: set[str] = set()
     spec: list[tuple[str, ...] | None] = []
@@ -68,12 +65,7 @@ def spec_by_rules(axes: LogicalAxes, rules: LogicalAxisRules, mesh_axes: Sequenc
 
 
 def checked_rules(rules: Any, mesh_axes: Sequence[str]) -> LogicalAxisRules:
-    """Returns a user's rules with tuples of mesh axes.
-
-    Raises:
-      TypeError: the rules are not pairs of a name and mesh axes.
-      ValueError: a rule names an axis that the mesh does not have.
-    """
+    """Returns a user's rules with tuples of mesh axes."""
     result = []
     if not isinstance(rules, Sequence) or isinstance(rules, str):
         raise TypeError(f"`logical_axis_rules` must be pairs such as ('embed', 'data'), not {rules!r}.")

@@ -20,12 +20,7 @@ Devices = int | Sequence[Any] | Cluster
 
 
 class MeshCandidate(NamedTuple):
-    """A mesh that a search may choose.
-
-    Attributes:
-      mesh: of devices or abstract, with automatic axes.
-      hardware: with a link for each of its axes.
-    """
+    """A mesh that a search may choose."""
 
     mesh: Mesh | AbstractMesh
     hardware: Hardware
@@ -42,10 +37,6 @@ def mesh_candidates(devices: Devices, hardware: Hardware | str | None) -> tuple[
     Args:
       devices: a number, for devices that are not here; JAX devices, such as `jax.devices()`; or a cluster of one kind.
       hardware: the name of a preset; None for the preset of JAX devices, and for a cluster, which has its own.
-
-    Raises:
-      TypeError, ValueError: `devices` is of another type, empty, of several kinds, or does not fill hosts; `hardware`
-        is missing, or does not say what the links of another shape would be.
     """
     if isinstance(devices, Cluster):
         return _of_cluster(devices, hardware)

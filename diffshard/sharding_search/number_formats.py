@@ -129,11 +129,7 @@ def kind_of(key: FormatKey) -> str:
 
 
 def check_formats(formats: Any, hardware: Hardware) -> None:
-    """Checks formats against the hardware; None is none.
-
-    Raises:
-      TypeError, ValueError: one of them breaks a rule; the error names it and its value.
-    """
+    """Checks formats against the hardware; None is none."""
     if formats is None:
         return
     if not isinstance(formats, Formats):

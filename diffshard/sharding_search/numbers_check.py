@@ -68,11 +68,6 @@ class TwoRuns:
 
         Donated arrays are given up once the results are found to be right, and not before.
 
-        Args:
-          run: the function of flat arrays.
-          donated: positions of the arrays whose memory it may use.
-          arrays: the flat arguments, where the plan wants them.
-
         Raises:
           NumbersError: a result differs by more than rounding; has both numbers and the name of the result.
           PlanError: the call is under another transformation, where there are no numbers.

@@ -19,11 +19,10 @@ from diffshard.plans.base import Executor, LogicalAxisRules, PlanData
 from diffshard.sharding_search.mesh_candidates import LevelNames, MeshCandidate
 from diffshard.sharding_search.number_formats import Formats, check_formats
 from diffshard.sharding_search.step_objective import StepCost
-from diffshard.solving.solve import check_key, resolve
+from diffshard.solving.solve import DEFAULT_SOLVER, check_solver_options
 from search_spaces.partition_specs import checked_axes_of
 from search_spaces.sharding.given import check_prefix
 
-DEFAULT_SOLVER = "gradient"
 Remat = Literal["search", "offload"]
 """What the search may do with what goes from forward to backward: keep it or compute it again, or also offload it."""
 
@@ -78,12 +77,7 @@ class Options:
         limit = self.memory_limit_bytes
         if not is_positive(limit):
             raise ValueError(f"`memory_limit_bytes` must be a positive number or None, not {limit!r}.")
-        if self.time_limit_s is not None and not is_positive(self.time_limit_s):
-            raise ValueError(f"`time_limit_s` must be a positive number of seconds or None, not {self.time_limit_s!r}.")
-        if not (isinstance(self.solver, str) or callable(self.solver)):
-            raise TypeError(f"`solver` must be a name or a function, not {self.solver!r}.")
-        resolve(self.solver)
-        check_key(self.key)
+        check_solver_options(self.solver, self.time_limit_s, self.key)
         if self.executor is not None and self.executor not in get_args(Executor):
             raise ValueError(f"`executor` must be one of {get_args(Executor)}, not {self.executor!r}.")
         _check_can_run(self.mesh, self.checks_numbers)
@@ -169,11 +163,7 @@ class Options:
         return name in self.positional_names and self.positional_names.index(name) in numbers
 
     def _number_of(self, name: Any, argument: str) -> int | None:
-        """Returns the position of an argument with a name; None if it is taken by keyword only.
-
-        Raises:
-          ValueError: the function has no such argument; `argument` says where the name stands.
-        """
+        """Returns the position of an argument with a name; None if it is taken by keyword only."""
         if name in self.positional_names:
             return self.positional_names.index(name)
         parameters = {} if self.signature is None else self.signature.parameters
@@ -184,6 +174,38 @@ class Options:
                 f"{', '.join(parameters)}."
             )
         return None
+
+
+def options_of(
+    fn: Callable[..., Any],
+    mesh: Mesh | AbstractMesh,
+    hardware: Hardware | str | None,
+    memory_limit_bytes: float | None,
+    **options: Any,
+) -> Options:
+    """Returns the options that a user's arguments stand for.
+
+    Args:
+      fn: as in `search`.
+      mesh: as in `search`.
+      hardware: as in `search`; None takes the preset of the mesh's devices.
+      memory_limit_bytes: of each device; None takes the memory of the hardware.
+      **options: further fields of `Options`. Arguments may be named as in `jax.jit`; None takes the default solver.
+
+    Raises:
+      TypeError, ValueError: an argument breaks a rule; the error names it and its value.
+    """
+    hardware = hardware_for(hardware, mesh)
+    limit = hardware.memory_bytes if memory_limit_bytes is None else memory_limit_bytes
+    return Options(fn=fn, mesh=mesh, hardware=hardware, memory_limit_bytes=limit, **in_one_form(options))
+
+
+def in_one_form(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options with arguments named by tuples, and the default solver where None is given."""
+    forms: dict[str, Callable[[Any], Any]] = {"solver": lambda solver: DEFAULT_SOLVER if solver is None else solver}
+    for kind in ("donate", "static"):
+        forms |= {f"{kind}_argnums": positions, f"{kind}_argnames": argument_names}
+    return {name: forms[name](value) if name in forms else value for name, value in options.items()}
 
 
 def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:
@@ -332,11 +354,7 @@ def _check_mesh(mesh: Any) -> None:
 
 
 def _checked_positions(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
-    """Returns positions of arguments as integers.
-
-    Raises:
-      ValueError: one of them is none.
-    """
+    """Returns positions of arguments as integers."""
     checked = [whole_number(number) for number in numbers]
     if any(number is None or number < 0 for number in checked):
         raise ValueError(f"`{name}` must be positions of arguments, 0 or more, not {tuple(numbers)!r}.")

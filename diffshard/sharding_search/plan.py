@@ -24,12 +24,13 @@ from diffshard.processes import errors_for_all, processes_of
 from diffshard.sharding_search.call import Call, Static, Structure, abstract_array, array_paths, split
 from diffshard.sharding_search.executors import with_executor
 from diffshard.sharding_search.fingerprints import plan_facts
-from diffshard.sharding_search.fresh_state import FreshState
-from diffshard.sharding_search.local_arrays import LocalPart, local_part
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.placing_arrays import (
+    FreshState,
+    LocalPart,
     PlaceArrays,
     check_arrays,
+    local_part,
     named_arguments,
     parameter_of,
     place_local,

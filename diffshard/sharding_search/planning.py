@@ -23,10 +23,10 @@ from diffshard.plans.sections import PredictedComputing
 from diffshard.sharding_search.executors import default_executor, executor_notes
 from diffshard.sharding_search.fingerprints import function_digest
 from diffshard.sharding_search.layout import signature_of
-from diffshard.sharding_search.memory_profile import memory_profile_of
-from diffshard.sharding_search.options import DEFAULT_SOLVER, Options, Remat
+from diffshard.sharding_search.options import Options, Remat
 from diffshard.sharding_search.plan import Plan
-from diffshard.sharding_search.predicted_timeline import predicted_timeline
+from diffshard.sharding_search.plan_store import is_made_for, start_of
+from diffshard.sharding_search.predicted_timeline import memory_profile_of, predicted_timeline
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.step_objective import (
     StepCost,
@@ -36,10 +36,9 @@ from diffshard.sharding_search.step_objective import (
     waiting_transfers,
 )
 from diffshard.sharding_search.tracing import TracedFunction
-from diffshard.sharding_search.warm_start import is_made_for, start_of
 from diffshard.sharding_search.whole_work import whole_work_of
 from diffshard.solving.objectives.minimise import TANGENT_SHARE
-from diffshard.solving.solve import solve
+from diffshard.solving.solve import DEFAULT_SOLVER, solve
 from diffshard.solving.solvers import gradient
 from diffshard.solving.violations import format_excess
 from search_spaces.partition_specs import IndexedSpec, NamedSpec, named_spec
@@ -155,11 +154,7 @@ def solve_problem_of(
     progress: Progress | None,
     stop_gap: float = OPTIMAL_GAP,
 ) -> Solution:
-    """Solves a problem of a function's space, equal layers alike where that costs next to nothing.
-
-    Raises:
-      InfeasibleError: no plan fits the memory limit, or each takes too long to be told from a forbidden one.
-    """
+    """Solves a problem of a function's space, equal layers alike where that costs next to nothing."""
     problem = problem._replace(memory_limit=options.memory_limit_bytes)
     limit, least = options.memory_limit_bytes, float(np.max(least_memory(problem)[1]))
     if least > limit:
@@ -195,12 +190,7 @@ def solve_problem_of(
 
 
 def memory_advice(space: ShardingSpace, remat: Remat | None) -> str:
-    """Returns a sentence that says what to do where the memory is too small for a function.
-
-    Args:
-      space: of the function.
-      remat: what of it may be computed again already.
-    """
+    """Returns a sentence that says what to do where the memory is too small for a function."""
     donate = " donate the state (`donate_argnums`)," if donating_helps(space) else ""
     less = "compute the batch in parts (`in_microbatches`)" if remat else 'rematerialise (`remat="search"`)'
     return f"Give more memory or devices,{donate} or {less}."

@@ -1,6 +1,8 @@
-"""The predicted timeline of a plan: the steps of its device program, played without compiling them."""
+"""What a plan predicts over time: the steps of its device program, played without compiling them, and its memory."""
 
 from collections import defaultdict
+
+import numpy as np
 
 from cost.streams import Played, play
 from diffshard.checks.kernel_work import BETWEEN_HOSTS as BETWEEN_HOSTS_NAME
@@ -8,8 +10,11 @@ from diffshard.checks.kernel_work import INSIDE_HOST as INSIDE_HOST_NAME
 from diffshard.checks.spans import COMPUTE, Span
 from diffshard.checks.timeline import Timeline
 from diffshard.checks.timeline_lanes import lanes_of
+from diffshard.plans.base import LEAST_SHARE_AT_PEAK, HeldTensor, MemoryProfile
 from diffshard.plans.timeline import PredictedTimeline, PredictedWait
 from search_spaces.sharding.base import Layout
+from search_spaces.sharding.graph import Graph
+from search_spaces.sharding.memory import MemoryUse
 from search_spaces.sharding.program_steps import BETWEEN_HOSTS, INSIDE_HOST, ProgramSteps
 from search_spaces.sharding.space import ShardingSpace
 
@@ -75,3 +80,23 @@ def _waits(space: ShardingSpace, program: ProgramSteps, played: Played) -> tuple
 
 def _axes(space: ShardingSpace, axes: tuple[int, ...]) -> str:
     return "+".join(space.axis_names[axis] for axis in sorted(axes))
+
+
+def memory_profile_of(graph: Graph, memory: MemoryUse) -> MemoryProfile:
+    """Returns the memory of a step as a plan says it: for each operation at which it changes the bytes in use.
+
+    Positions without an operation, such as the end of a loop, count as the operation before them; of several changes at
+    one operation the largest stays, so that the peak is exact.
+    """
+    positions = [vertex.position for vertex in graph.vertices]  # ascending, as vertices are in program order
+    running = np.searchsorted(positions, memory.times - 1, side="right") - 1
+    largest = {-1: 0.0}
+    for index, num_bytes in zip(running.tolist(), memory.num_bytes.tolist(), strict=True):
+        largest[index] = max(largest.get(index, 0.0), num_bytes)
+    peak_bytes = float(np.max(memory.num_bytes))
+    held = (
+        HeldTensor(graph.values[a.value].vertex, graph.values[a.value].result, a.num_bytes, a.is_copy)
+        for a in memory.at_peak
+        if a.num_bytes >= LEAST_SHARE_AT_PEAK * peak_bytes
+    )
+    return MemoryProfile(tuple(sorted(largest.items())), tuple(held))

@@ -18,8 +18,8 @@ from diffshard.outer_search import Candidate, Outcome, OuterSearch
 from diffshard.plans.base import PlannedObjective, TriedShape
 from diffshard.sharding_search.mesh_candidates import MeshCandidate
 from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.plan_store import is_made_for
 from diffshard.sharding_search.request import PlanRequest
-from diffshard.sharding_search.warm_start import is_made_for
 from search_spaces.sharding.graph import Graph
 from search_spaces.sharding.space import ShardingSpace
 
@@ -38,9 +38,6 @@ def plan_of_best_shape(find: Find, judge: Find | None, request: PlanRequest) -> 
       find: finds the plan of a shape; shapes are compared by it.
       judge: makes the plan of the best shape, whose search starts with what was found; None keeps what was found.
       request: with the candidates in its options.
-
-    Raises:
-      InfeasibleError: no plan of any shape fits the memory limit; or as `find` and `judge`.
     """
     options = request.options
     if not options.candidates:

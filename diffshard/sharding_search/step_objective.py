@@ -21,9 +21,8 @@ import numpy as np
 
 from diffshard.base import OPTIMAL_GAP, Solution
 from diffshard.solving.form import has_few_pairs
-from diffshard.solving.objectives.largest_loads import split_loads
 from diffshard.solving.objectives.minimise import SolveLinear, minimise
-from diffshard.solving.objectives.objective import Affine, Objective, PricedObjective
+from diffshard.solving.objectives.objective import Affine, Objective, PricedObjective, split_loads
 from search_spaces.sharding.explaining import StepPrediction, Transfer
 from search_spaces.sharding.space import ShardingSpace
 from search_spaces.sharding.step_quantities import BESIDE, COMPUTE, HELD, MEMORY, WAITED

@@ -1,6 +1,16 @@
-"""A function traced for a call, and the space of everything that can be chosen about it."""
+"""A function traced for a call, and the space of everything that can be chosen about it.
 
+What is traced is a function of flat arrays, but a user knows another one. JAX says which function it was tracing and on
+which of its arguments a value depends; it takes both from a function's signature and from what it wraps.
+
+A traced function gets copies of its arguments. So changes in place, of modules of flax's nnx or of dictionaries, are
+lost, and reported.
+"""
+
+import inspect
+import keyword
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,24 +31,55 @@ from diffshard.sharding_search.call import (
     plain,
     split,
 )
-from diffshard.sharding_search.error_names import named_as_user, renamed
-from diffshard.sharding_search.lost_changes import (
-    ReportLostChanges,
-    in_words,
-    lost_changes,
-    warn_of_lost_changes,
-)
 from diffshard.sharding_search.mesh_candidates import LevelNames
 from diffshard.sharding_search.module_scopes import module_scopes
 from diffshard.sharding_search.options import Options, has_explicit_axes, with_automatic_axes
 from search_spaces.sharding.explicit_axes import has_constraints, has_reshards, with_constraints, without_context_mesh
 from search_spaces.sharding.given import as_sharding, given_dimensions
-from search_spaces.sharding.graph import Graph
+from search_spaces.sharding.graph import Graph, check_sizes
 from search_spaces.sharding.opaque.cudnn import planned_without_cudnn
-from search_spaces.sharding.size_limits import check_sizes
 from search_spaces.sharding.space import ShardingSpace
 from search_spaces.sharding.tracing import build_graph, feedback_of
 from search_spaces.sharding.whole_operations import impossible_operations
+
+ReportLostChanges = Callable[[str], None]
+"""What is done with the sentence that says which changes are lost: a warning, or an error."""
+
+
+def lost_changes(
+    structure: Structure, names: Sequence[str], before: Sequence[Any], arguments: Any, results: Sequence[Any]
+) -> list[str]:
+    """Returns the names of arguments into which a function has put other arrays that it does not return.
+
+    Args:
+      structure: of the arguments.
+      names: for each array of the arguments the name of its argument.
+      before: the arrays that were in the arguments when the function was called.
+      arguments: what the function was called with, afterwards.
+      results: the arrays that it returned.
+    """
+    after = structure.arrays_of(arguments)
+    returned = {id(array) for array in results}
+    lost = (
+        name
+        for name, old, new in zip(names, before, before if after is None else after, strict=True)
+        if new is not old and id(new) not in returned
+    )
+    return list(dict.fromkeys(lost))
+
+
+def in_words(function_name: str, lost: Sequence[str]) -> str:
+    """Returns the sentence that says which changes of a function are lost."""
+    names = " and ".join(f"`{name}`" for name in lost)
+    return f"{function_name} changes {names} in place, and these changes are lost, as under `jax.jit`."
+
+
+def warn_of_lost_changes(sentence: str) -> None:
+    """Warns of changes that are lost, and says what to do."""
+    warnings.warn(
+        f"{sentence} Return the new state, or use `diffshard.nnx.search` for modules of flax's nnx.", stacklevel=2
+    )
+
 
 _LEAST_NOTED_BYTES = 2**20
 """An argument below this size is no training state worth a note."""
@@ -46,15 +87,7 @@ _LEAST_NOTED_BYTES = 2**20
 
 @dataclass(frozen=True)
 class TracedFunction:
-    """A function traced for the arguments of a call.
-
-    Attributes:
-      jaxpr: the function of flat arrays as JAX traces it.
-      graph: the graph of the function.
-      call: the arguments.
-      result: how the result is made of flat arrays.
-      out_paths: a name for each flat result.
-    """
+    """A function traced for the arguments of a call."""
 
     jaxpr: core.ClosedJaxpr
     graph: Graph
@@ -109,11 +142,7 @@ class _Result:
 
 
 def trace_function(options: Options, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> TracedFunction:
-    """Traces the function for arguments that are arrays or `jax.ShapeDtypeStruct`; errors of JAX are passed on.
-
-    Raises:
-      TypeError, ValueError: as `call_of`.
-    """
+    """Traces the function for arguments that are arrays or `jax.ShapeDtypeStruct`; errors of JAX are passed on."""
     return trace_call(options, call_of(options, args, kwargs or {}))
 
 
@@ -155,11 +184,7 @@ def trace_call(options: Options, call: Call, report_lost: ReportLostChanges = wa
 
 
 def _called(options: Options, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Returns what the user's function returns.
-
-    Raises:
-      TypeError: the function is a `jax.jit` with static arguments that the search does not know of.
-    """
+    """Returns what the user's function returns."""
     try:
         return options.fn(*map(plain, args), **{name: plain(argument) for name, argument in kwargs.items()})
     except ValueError as error:
@@ -280,3 +305,37 @@ def _under_rules(fn: Callable[..., Any], rules: LogicalAxisRules, mesh: Mesh | A
             return fn(*args)
 
     return renamed(ruled, fn)
+
+
+class _ArgumentPath(str):
+    """The name of a flat argument, such as `state[0]/w`, that a signature takes for the name of a parameter."""
+
+    __slots__ = ()
+
+    def isidentifier(self) -> bool:
+        """Returns True."""
+        return True
+
+
+def named_as_user(flat: Callable[..., list[Any]], options: Options, paths: Sequence[str]) -> Callable[..., list[Any]]:
+    """Returns a function of flat arrays that JAX's errors call by the user's function and its arguments."""
+
+    def named(*arrays: Any) -> list[Any]:
+        return flat(*arrays)
+
+    kind = inspect.Parameter.POSITIONAL_ONLY
+    if len(set(paths)) == len(paths) and not any(map(keyword.iskeyword, paths)):
+        parameters = [inspect.Parameter(_ArgumentPath(path), kind) for path in paths]
+        named.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    if hasattr(inspect.unwrap(options.fn), "__code__"):  # of other objects JAX would write the value
+        named.__wrapped__ = options.fn  # pyright: ignore[reportFunctionMemberAccess]
+    named.__name__ = options.function_name
+    return named
+
+
+def renamed(fn: Callable[..., Any], like: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a function the names by which JAX calls another one, and returns it."""
+    for name in ("__signature__", "__wrapped__", "__name__"):
+        if hasattr(like, name):
+            setattr(fn, name, getattr(like, name))
+    return fn

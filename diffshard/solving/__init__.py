@@ -3,14 +3,15 @@
 A problem passes through these rooms:
 
 - `presolve/` makes the problem smaller without changing its optimum, and leads back from a choice of the smaller one.
-- `loop.py` runs a solver: it prices its proposals exactly, keeps the best, and watches the time and Ctrl-C.
+- `loop.py` runs a solver: it prices its proposals exactly, keeps the best, and watches the time and Ctrl-C, and knows
+  what sums in float64 may lose.
 - `solvers/` has a file for each solver, and says how to choose among them. The default, `gradient`, is composed of the
   objects in `phases/`.
 - `dual/` has the Lagrangian dual: messages and prices, the climb that gives the lower bound, and branching on it.
 - `moves/` has what improves a choice: exact moves of forests, neighbourhoods, single nodes and random walks.
 
 All of them work on the same layout, a problem as flat arrays (`flat.py`). Beside them stand `quotient.py`, a problem in
-which equal layers take equal strategies; `rounding.py`, what sums in float64 may lose; `contest.py`, the file
+which equal layers take equal strategies; `contest.py`, the file
 format of the IOPDDL contest; `violations.py`, what is wrong with an infeasible choice in words; and `examples.py`, two
 small problems for the solvers' `EXAMPLE`s.
 """

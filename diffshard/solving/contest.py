@@ -59,11 +59,7 @@ def parse(document: Any) -> Problem:
 
 
 def write(problem: Problem, path: str | os.PathLike) -> None:
-    """Writes a problem with integer costs, one usage for each node at most, no loads; gzipped if `path` ends in .gz.
-
-    Raises:
-      ValueError: the format cannot hold the problem.
-    """
+    """Writes a problem with integer costs, one usage for each node at most, no loads; gzipped if `path` ends in .gz."""
     if (
         len(problem.load)
         or len(problem.amount)
@@ -137,11 +133,7 @@ def _merged_edges(
 
 
 def _sum(a: np.ndarray, b: np.ndarray, what: str) -> np.ndarray:
-    """Adds costs so that what is forbidden stays forbidden, without overflow.
-
-    Raises:
-      ValueError: the sum of two costs, of `what`, would count as forbidden.
-    """
+    """Adds costs so that what is forbidden stays forbidden, without overflow."""
     a, b = np.minimum(a, FORBIDDEN), np.minimum(b, FORBIDDEN)
     is_bad = np.maximum(a, b) >= FORBIDDEN
     if ((a + b >= FORBIDDEN) & ~is_bad).any():

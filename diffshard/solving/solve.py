@@ -11,8 +11,8 @@ import importlib
 import math
 import pkgutil
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypedDict, Unpack
 
 import jax
 import numpy as np
@@ -27,13 +27,13 @@ from diffshard.deadline import Deadline
 from diffshard.solving import solvers
 from diffshard.solving.form import has_few_pairs, is_node_form, node_form
 from diffshard.solving.loop import run_solver
-from diffshard.solving.objectives.largest_loads import split_loads
 from diffshard.solving.objectives.minimise import TANGENT_SHARE, minimise
-from diffshard.solving.objectives.objective import Affine, Objective, PricedObjective
+from diffshard.solving.objectives.objective import Affine, Objective, PricedObjective, split_loads
 from diffshard.solving.presolve.base import Reduction
 from diffshard.solving.presolve.pipeline import presolve
 from diffshard.solving.stages import run_in_stages
 
+DEFAULT_SOLVER = "gradient"
 _PRESOLVE_GRACE_S = 0.25
 """Seconds after the time limit in which presolve may still begin a step: half of the half second that an answer may be
 late, because a small problem is presolved in milliseconds and solved much better so."""
@@ -43,29 +43,81 @@ _NUM_RANDOM = 64
 """Choices whose tangents make the first one."""
 
 
+class SolverOptions(TypedDict, total=False):
+    """Options of each front end that asks a solver; each may be left out.
+
+    Attributes:
+      solver: the name of a solver (`diffshard.solvers`), or a function that follows `diffshard.solvers.Solver`; None
+        takes the front end's.
+      time_limit_s: wall-clock seconds for the solver; None lets it end by its own rule.
+      key: a JAX random key or a seed; None is seed 0.
+    """
+
+    solver: str | Solver | None
+    time_limit_s: float | None
+    key: jax.Array | int | None
+
+
+class SolveOptions(SolverOptions, total=False):
+    """Options of each front end that solves one problem; each may be left out.
+
+    Attributes:
+      solver, time_limit_s, key: as in `SolverOptions`.
+      progress: called as `progress(seconds, cost, lower_bound)` at each improvement.
+    """
+
+    progress: Progress | None
+
+
+def solver_options(options: Mapping[str, Any], names: Iterable[str] = SolverOptions.__annotations__) -> dict[str, Any]:
+    """Returns all options of these names, None for those that were left out; raises `TypeError` for any other one."""
+    if unknown := [name for name in options if name not in names]:
+        raise TypeError(f"`{unknown[0]}` is no argument; those for the solver are {', '.join(names)}.")
+    return {name: options.get(name) for name in names}
+
+
+def check_solver_options(solver: str | Solver | None, time_limit_s: float | None, key: jax.Array | int | None) -> None:
+    """Raises `ValueError` if there is no such solver, or the time limit or the key is none; names the argument."""
+    if solver is not None:
+        resolve(solver)
+    if time_limit_s is not None and not is_positive(time_limit_s):
+        raise ValueError(f"`time_limit_s` must be a positive number of seconds or None, not {time_limit_s!r}.")
+    check_key(key)
+
+
+def check_key(key: jax.Array | int | None) -> None:
+    """Raises `ValueError` unless a key is a random key, None, or a seed of at most 64 bits."""
+    if key is None or isinstance(key, jax.Array):
+        return
+    seed = whole_number(key)
+    if seed is None or abs(seed) >= 2**63:
+        raise ValueError(f"`key` must be a seed below 2^63, a JAX random key or None, got {key!r}.")
+
+
+def checked_solve_options(options: Mapping[str, Any]) -> SolveOptions:
+    """Returns all four options, None for those that were left out; also where no solver will be asked."""
+    checked: Any = solver_options(options, SolveOptions.__annotations__)
+    progress = checked["progress"]
+    check_solver_options(checked["solver"], checked["time_limit_s"], checked["key"])
+    if progress is not None and not callable(progress):
+        raise TypeError(f"`progress` must be a function of seconds, cost and bound, or None, not {progress!r}.")
+    return checked
+
+
 def solve(
     problem: Problem,
     *,
-    solver: str | Solver = "gradient",
-    time_limit_s: float | None = None,
-    key: jax.Array | int | None = None,
-    progress: Progress | None = None,
     reduce: Callable[[Problem], Reduction] = presolve,
     alike: np.ndarray | None = None,
     start: Sequence[int] | np.ndarray | None = None,
     stop_gap: float = OPTIMAL_GAP,
     objective: Objective | None = None,
+    **options: Unpack[SolveOptions],
 ) -> Solution:
     """Finds a cheap choice of strategies and a bound on how cheap any can be.
 
     Args:
       problem: what to solve; it is checked first.
-      solver: a name from `solver_names()`, or a function that follows `Solver`.
-      time_limit_s: wall-clock seconds, presolve included, whose steps begin at most a quarter of a second later; None
-        lets the solver end by its own rule. Reading and pricing a problem is not interrupted: about a tenth of a
-        millisecond for each node, four seconds for forty thousand.
-      key: a JAX random key or a seed; None is seed 0.
-      progress: called at each improvement.
       reduce: the presolve; `identity` hands the problem to the solver as it is.
       alike: `[V]` numbers, equal for nodes that shall take equal strategies where that costs at most a ten-thousandth
         more, as those of equal layers; a large problem of many such nodes is solved much faster. None ties none.
@@ -74,6 +126,9 @@ def solve(
       stop_gap: the relative gap between choice and bound at which the search ends; by default only an optimum ends it.
       objective: a differentiable function of quantities of the choice that is added to the problem's cost, see
         `diffshard.solving.objectives`. Its tangents are solved one after the other, without a time limit at most 100.
+      **options: `SolveOptions`; the solver is "gradient" unless another one is named. The time limit includes presolve,
+        whose steps begin at most a quarter of a second later. Reading and pricing a problem is not interrupted: about
+        a tenth of a millisecond for each node, four seconds for forty thousand.
 
     Returns:
       The best choice that the solver proposed, its exact cost and the bound. It says so if the choice is not feasible,
@@ -86,52 +141,33 @@ def solve(
       TypeError: the problem is no `Problem`, the solver yields something that is no `Proposal`, or the objective does
         not return a scalar.
     """
-    begin_s, run = time.perf_counter(), resolve(solver)
-    if time_limit_s is not None and not is_positive(time_limit_s):
-        raise ValueError(f"`time_limit_s` must be positive or None, got {time_limit_s!r}.")
-    time_limit_s = real_number(time_limit_s)
+    begin_s, checked = time.perf_counter(), checked_solve_options(options)
+    solver, key, progress = checked.get("solver") or DEFAULT_SOLVER, checked.get("key"), checked.get("progress")
+    run, time_limit_s = resolve(solver), real_number(checked.get("time_limit_s"))
     if time_limit_s is not None and reduce is presolve:
         reduce = functools.partial(presolve, deadline=begin_s + time_limit_s + _PRESOLVE_GRACE_S)
-    check_key(key)
     key = key if isinstance(key, jax.Array) else jax.random.key(int(key or 0))
     if not isinstance(problem, Problem) or not is_node_form(problem):
         validate(problem)
         if len(problem.edge_load) and not has_few_pairs(problem):
             problem, objective = split_loads(with_finite_loads(problem), objective)
-    options: dict[str, Any] = {"solver": solver, "key": key, "reduce": reduce, "alike": alike, "stop_gap": stop_gap}
+    own: dict[str, Any] = {"solver": solver, "key": key, "reduce": reduce, "alike": alike, "stop_gap": stop_gap}
     if objective is not None:
-        return _solve_objective(problem, objective, start, Deadline(time_limit_s, begin_s), progress, options)
+        return _solve_objective(problem, objective, start, Deadline(time_limit_s, begin_s), progress, own)
     if alike is not None:
         _check_alike(problem, alike)
     if not is_node_form(problem):
         form = node_form(problem)
-        options["alike"] = None if alike is None else form.alike(np.asarray(alike))
+        own["alike"] = None if alike is None else form.alike(np.asarray(alike))
         begin = None if start is None else form.choice_of(start)
         remaining_s = Deadline(time_limit_s, begin_s).remaining_s()
-        found = solve(form.problem, time_limit_s=remaining_s, progress=progress, start=begin, **options)
+        found = solve(form.problem, time_limit_s=remaining_s, progress=progress, start=begin, **own)
         return form.solution(found)
+    of_loop: dict[str, Any] = {"key": key, "reduce": reduce, "stop_gap": stop_gap}
+    of_loop |= {"time_limit_s": time_limit_s, "progress": progress, "start": start}
     if alike is not None:
-        return run_in_stages(
-            problem,
-            run,
-            alike,
-            time_limit_s=time_limit_s,
-            key=key,
-            progress=progress,
-            reduce=reduce,
-            start=start,
-            stop_gap=stop_gap,
-        )
-    return run_solver(
-        problem,
-        run,
-        time_limit_s=time_limit_s,
-        key=key,
-        progress=progress,
-        reduce=reduce,
-        start=start,
-        stop_gap=stop_gap,
-    )
+        return run_in_stages(problem, run, alike, **of_loop)
+    return run_solver(problem, run, **of_loop)
 
 
 def _solve_objective(
@@ -190,15 +226,6 @@ def _smoothed_tangent(priced: PricedObjective, problem: Problem) -> Affine:
     tangents = [priced.tangent_below(priced.amounts(choice)).affine for choice in choices]
     constants, gradients = zip(*tangents, strict=True)
     return Affine(float(np.mean(constants)), np.mean(gradients, axis=0))
-
-
-def check_key(key: jax.Array | int | None) -> None:
-    """Raises `ValueError` unless a key is a random key, None, or a seed of at most 64 bits."""
-    if key is None or isinstance(key, jax.Array):
-        return
-    seed = whole_number(key)
-    if seed is None or abs(seed) >= 2**63:
-        raise ValueError(f"`key` must be a seed below 2^63, a JAX random key or None, got {key!r}.")
 
 
 def _check_alike(problem: Problem, alike: np.ndarray) -> None:

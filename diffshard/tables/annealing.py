@@ -20,8 +20,8 @@ import numpy as np
 from cost.base import Problem, num_strategies
 from diffshard.base import OPTIMAL_GAP, Proposal
 from diffshard.solving.flat import numpy_generator
-from diffshard.solving.phases.balancing import Balancing
 from diffshard.solving.phases.base import Clock
+from diffshard.solving.phases.improving import Balancing
 from diffshard.solving.solvers import gradient
 from diffshard.tables.bound import enumerated, lower_bound_s
 from diffshard.tables.chains import SCHEDULE, Schedule, SummedChains, scaled
@@ -40,15 +40,7 @@ def solve(
     key: jax.Array,
     schedule: Schedule = SCHEDULE,
 ) -> Iterator[Proposal]:
-    """Yields the bound and better and better placements; with a time limit, of slower and slower cooling.
-
-    Args:
-      space: of the tables.
-      problem: that of the space, not presolved.
-      time_limit_s: see `diffshard.base.Solver`.
-      key: the same.
-      schedule: how chains cool.
-    """
+    """Yields the bound and better and better placements; with a time limit, of slower and slower cooling."""
     if math.prod(num_strategies(problem).tolist()) <= gradient.MOST_ENUMERATED:
         yield from enumerated(problem, space.arrays)
         return

@@ -89,13 +89,7 @@ def to_tables(layout: Layout, arrays: TableArrays) -> dict[str, np.ndarray]:
 
 
 def random_hosts(layout: Layout, key_data: np.ndarray, sharding: jax.sharding.NamedSharding) -> dict[str, jax.Array]:
-    """Returns uniform numbers within ±1/√rows in memory of the hosts, which are made there, a device after the other.
-
-    Args:
-      layout: the places of the pieces.
-      key_data: of a random key.
-      sharding: of the arrays, with the kind of memory.
-    """
+    """Returns uniform numbers within ±1/√rows in memory of the hosts, made there one device after the other."""
 
     def numbers_of(group: RowGroup, num_rows: int, index: Any) -> np.ndarray:
         device = index[0].indices(layout.num_devices)[0]

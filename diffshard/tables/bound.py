@@ -38,12 +38,7 @@ _STEP_SIZE = 0.3  # of the first step, in logarithms of weights; chosen by hand
 
 
 def lower_bound_s(arrays: StrategyArrays, *, devices_are_alike: bool) -> float:
-    """Returns seconds that every placement takes at least; inf where a table has no strategy that fits the memory.
-
-    Args:
-      arrays: the strategies.
-      devices_are_alike: whether devices have equal hardware and limits.
-    """
+    """Returns seconds that every placement takes at least; inf where a table has no strategy that fits the memory."""
     alone_s = arrays.alone_s
     if np.isinf(np.minimum.reduceat(alone_s, arrays.start)).any():
         return np.inf
@@ -238,12 +233,7 @@ _PLACEMENTS_PER_BLOCK = 1 << 12  # some milliseconds; chosen by hand
 
 
 def enumerated(problem: Problem, arrays: DeviceArrays) -> Iterator[Proposal]:
-    """Yields better and better placements, and in the end the optimum as the bound; inf where none fits.
-
-    Args:
-      problem: that of the space.
-      arrays: those of its devices.
-    """
+    """Yields better and better placements, and in the end the optimum as the bound; inf where none fits."""
     sizes = num_strategies(problem).tolist()
     count, least_excess, least_s = math.prod(sizes), math.inf, math.inf
     best: np.ndarray | None = None

@@ -117,17 +117,7 @@ def checked_key(key: Any) -> jax.Array:
 
 
 def check_shapes(expected: tuple[TableArrays, TableArrays], arrays: Any, *state: Any) -> None:
-    """Checks that tables, and the optimiser's state if it is given, are arrays of the plan.
-
-    Args:
-      expected: shapes of the tables and of the state.
-      arrays: the tables.
-      state: none or one.
-
-    Raises:
-      TypeError: something else was given.
-      ValueError: an array is missing, unknown or of another shape.
-    """
+    """Checks that tables, and the optimiser's state if it is given, are arrays of the plan."""
     makers = ("arrays", "`plan.init` or `plan.shard`"), ("state", "`plan.init_state`")
     for (argument, maker), shapes, given in zip(makers, expected, (arrays, *state), strict=False):
         if not isinstance(given, TableArrays):

@@ -25,11 +25,7 @@ _compute: Any = (
 
 
 def check_host_memory(mesh: Any) -> None:
-    """Checks that all devices of a mesh have pinned memory of their hosts; an abstract mesh passes.
-
-    Raises:
-      ValueError: one does not.
-    """
+    """Checks that all devices of a mesh have pinned memory of their hosts; an abstract mesh passes."""
     for device in mesh.devices.flat if isinstance(mesh, Mesh) else ():
         kinds = {memory.kind for memory in device.addressable_memories()}  # none of a device that is only described
         if kinds and HOST_MEMORY not in kinds:

@@ -21,12 +21,7 @@ from search_spaces.embedding_tables.prices import piece_bytes
 
 
 class RowGroup(NamedTuple):
-    """Rows of equal kind, which are read and written together; those in memory of the hosts have an array of their own.
-
-    Attributes:
-      dtype: of the numbers.
-      columns: of each row.
-    """
+    """Rows of equal kind, which are read and written together; those in memory of hosts have their own array."""
 
     dtype: str
     columns: int
@@ -38,13 +33,7 @@ class RowGroup(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Pooled columns of a table that a device sends, or whose gradients it receives.
-
-    Attributes:
-      table: the table's index.
-      start: the first column.
-      end: the column after the last one.
-    """
+    """Pooled columns of a table that a device sends, or whose gradients it receives."""
 
     table: int
     start: int
@@ -69,13 +58,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of all pieces.
-
-    Attributes:
-      tables: in the order of the plan.
-      pieces: of all tables.
-      num_devices: D.
-    """
+    """The places of all pieces."""
 
     tables: tuple[EmbeddingTable, ...]
     pieces: tuple[Piece, ...]
@@ -202,11 +185,7 @@ def _columns_of(piece: Piece) -> Columns:
 
 
 def check_counts(layout: Layout) -> None:
-    """Checks that int32 counts the rows of each array.
-
-    Raises:
-      PlanError: it does not.
-    """
+    """Checks that int32 counts the rows of each array."""
     for dtype, rows in layout.unit_rows.items():
         if rows > np.iinfo(np.int32).max:
             raise PlanError(
@@ -216,11 +195,7 @@ def check_counts(layout: Layout) -> None:
 
 
 def check_fits(layout: Layout, devices: TableDevices) -> None:
-    """Checks that arrays as long on each device as on the fullest one fit all devices and their hosts.
-
-    Raises:
-      PlanError: they do not, or rows are more than int32 can count.
-    """
+    """Checks that arrays as long on each device as on the fullest one fit all devices and their hosts."""
     check_counts(layout)
     for num_bytes, limits, memory in (
         (layout.array_bytes(), devices.memory_limit_bytes, ""),

@@ -45,14 +45,7 @@ class LearnedStrategies(NamedTuple):
 def anneal(
     space: EmbeddingTableSpace, cost: LearnedTableCost, rng: np.random.Generator, schedule: Schedule = SCHEDULE
 ) -> Iterator[tuple[np.ndarray, float]]:
-    """Cools chains once; yields better and better placements that fit the memory, with their seconds.
-
-    Args:
-      space: of the tables.
-      cost: of placements.
-      rng: draws.
-      schedule: how chains cool.
-    """
+    """Cools chains once; yields better and better placements that fit the memory, with their seconds."""
     chains = LearnedChains(space, cost, schedule, rng)
     num_sweeps = max(schedule.least_sweeps, -(-schedule.least_draws // len(space.tables)))
     best = np.inf

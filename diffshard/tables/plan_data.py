@@ -78,11 +78,7 @@ class TablePlanData(Certified):
 
 
 def check_table_plan(plan: TablePlanData) -> None:
-    """Checks that the fields of a plan fit each other; that they have the right types is known.
-
-    Raises:
-      ValueError: they do not; the error names the field or the table.
-    """
+    """Checks that the fields of a plan fit each other; that they have the right types is known."""
     names = [table.name for table in plan.tables]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"`tables` must be one or more with different names, not {names}")

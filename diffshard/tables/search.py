@@ -18,7 +18,7 @@ from cost.real_numbers import is_positive, whole_number
 from diffshard.base import InfeasibleError, PlanError, Solution
 from diffshard.plans.formats import format_bytes
 from diffshard.sharding_search.options import hardware_for
-from diffshard.solve_options import SolveOptions, checked_solve_options
+from diffshard.solving.solve import SolveOptions, checked_solve_options
 from diffshard.tables import learned_annealing
 from diffshard.tables.host_rows import check_host_memory
 from diffshard.tables.layout import Layout, check_counts
@@ -210,12 +210,7 @@ def _limits(argument: str, given: Any, num_devices: int) -> list[float]:
 
 
 def exchange_s_per_byte(mesh: Mesh | AbstractMesh, hardware: Sequence[Hardware]) -> float:
-    """Returns the seconds of a byte in an all-to-all, over the slowest axis of the slowest device.
-
-    Args:
-      mesh: of D devices.
-      hardware: of each of them.
-    """
+    """Returns the seconds of a byte in an all-to-all, over the slowest axis of the slowest device."""
     axes = [str(axis) for axis, size in mesh.shape.items() if size > 1]
     return max(
         (min(line.s_per_byte for line in one.link(axis).lines("all_to_all")) for one in set(hardware) for axis in axes),

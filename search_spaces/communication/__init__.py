@@ -59,7 +59,7 @@ mlp/all_reduce backward ['0e+00', '1e-07']
 matrices over data gradient ['0e+00', '8e-07']
 
 The vocabulary is in `base.py`. `places.py` finds the places of a loss and `sites.py` its sites and groups;
-`strategies.py` lists what can run there, and `last_gradient.py` one more way; collectives and codes are in
+`strategies.py` lists what can run there; collectives and codes are in
 `collectives.py`. `device_step.py` runs a selection on each device and `emulation.py` all devices on one. `costs.py`
 prices a choice, `loss_increases.py` predicts what errors do to the loss, and `space.py` puts all together. The folder
 `layers` has ready layers, an expert layer and attention over a split sequence. They use `places.alternatives`, a choice

@@ -77,9 +77,6 @@ def encode(x: jax.Array, precision: Precision, key: jax.Array | None = None) -> 
     Returns:
       `[..., blocks, bytes]` uint8, the codes of a block followed by its scale; or `[..., elements]` in the codes' type
       where they have no scales.
-
-    Raises:
-      ValueError: `precision` rounds stochastically and `key` is None.
     """
     if precision.rounding == "stochastic" and key is None:
         raise ValueError(f"`key` is None, but {precision.name!r} rounds stochastically; give a `jax.random.key`.")

@@ -25,14 +25,7 @@ from search_spaces.communication.sites import TracedLoss
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """A traced loss with strategies at its sites; its methods run inside a mapping over the mesh's axes.
-
-    Attributes:
-      traced_loss: the loss, with its places.
-      sites: of the loss.
-      groups: of the sites.
-      num_devices: of the mesh.
-    """
+    """A traced loss with strategies at its sites; its methods run inside a mapping over the mesh's axes."""
 
     traced_loss: TracedLoss
     sites: tuple[Site, ...]
@@ -154,9 +147,6 @@ def partition_selection(groups: Sequence[Group], selection: Selection) -> tuple[
     """Splits a selection into static and dynamic entries, `[V]` each, with None where an entry is of the other kind.
 
     Static indices are known when the step is compiled; traced indices and weights are dynamic.
-
-    Raises:
-      ValueError: the selection has the wrong length, an index that a group does not have, or weights of another length.
     """
     if len(selection) != len(groups):
         raise ValueError(f"`choice` must have one entry for each of {len(groups)} groups, got {len(selection)}.")

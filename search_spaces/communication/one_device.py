@@ -54,17 +54,7 @@ class OneDeviceCheck:
     def check(
         self, exact_loss: Callable[[Params, Batch], jax.Array], params: Params, batch: Batch, key: jax.Array
     ) -> None:
-        """Compares at some parameters, and with noise added to them: first parameters often have zeros that hide much.
-
-        Args:
-          exact_loss: of all devices, with the exact choice.
-          params: whole arrays.
-          batch: whole arrays.
-          key: of the noise.
-
-        Raises:
-          ValueError: the losses differ by more than rounding, or `loss_fn` does not run on one device.
-        """
+        """Compares at some parameters, and with noise added to them: the zeros of first parameters hide much."""
         if self.one_device_loss is None:
             return
         of_one, of_all = self._one_device(), jax.jit(exact_loss)

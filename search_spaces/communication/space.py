@@ -19,10 +19,9 @@ from search_spaces.communication.base import CollectiveStrategy, Site
 from search_spaces.communication.costs import GroupCosts, explain, group_costs, group_seconds, site_bytes
 from search_spaces.communication.device_step import DeviceStep, choice_as_indices
 from search_spaces.communication.emulation import WholeStep, emulate, on_devices
-from search_spaces.communication.last_gradient import LastGradient
 from search_spaces.communication.one_device import OneDeviceCheck, OneDeviceLoss, largest_epsilon
 from search_spaces.communication.sites import checked_strategies, find_sites, group_sites, trace_loss
-from search_spaces.communication.strategies import DEFAULT, Exact
+from search_spaces.communication.strategies import DEFAULT, Exact, LastGradient
 
 
 class CommunicationSpace:

@@ -19,7 +19,7 @@ from jax.extend import core
 
 from search_spaces.pipelines.batch_states import Split, State
 from search_spaces.pipelines.grouped_program import GroupedProgram, with_own_dims
-from search_spaces.pipelines.stage_keys import Accumulation, Key, Label
+from search_spaces.pipelines.stage_labels import Accumulation, Key, Label
 from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
 
 _REDUCE = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}

@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend import core
 
 from search_spaces.pipelines.forward_backward import is_transposed
-from search_spaces.pipelines.numbered_program import shape_of
+from search_spaces.pipelines.grouped_program import shape_of
 from search_spaces.replay import REMAT, bind, scan_operands
 from search_spaces.sharding.base import Rule
 

@@ -19,7 +19,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from search_spaces.pipelines.batch_states import Split
 from search_spaces.pipelines.microbatches import combined_with, neutral
-from search_spaces.pipelines.stage_keys import Accumulation, Key, Label
+from search_spaces.pipelines.stage_labels import Accumulation, Key, Label
 from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
 
 COMBINE_PHASE = -1

@@ -4,7 +4,7 @@ A residual is kept in memory for each micro-batch in flight, or the backward pro
 and from what the stage has anyway, such as its parameters. Every operation of the forward program is a step that may
 run again. A scan over layers whose stacked results only one scan of the backward program reads is opened: its trips may
 run again one by one, each from the carries with which it began. These are kept, or the whole scan runs again to make
-them. What is best to keep for a price of memory is a minimum cut (`rematerialisation.minimum_cuts`).
+them. What is best to keep for a price of memory is a minimum cut (`rematerialisation.choices`).
 
 A residual may also be offloaded: it leaves the forward program in pinned memory of the host and is read back from there
 by the backward program, so that devices have it only while one of the two runs.
@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from search_spaces.pipelines.forward_backward import num_bytes
-from search_spaces.pipelines.stage_keys import Key, Label
+from search_spaces.pipelines.stage_labels import Key, Label
 from search_spaces.pipelines.stage_programs import StagedStep
-from search_spaces.rematerialisation.minimum_cuts import Choices
+from search_spaces.rematerialisation.choices import Choices
 from search_spaces.replay import scan_operands
 
 StepSeconds = Callable[[core.JaxprEqn], float]

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from search_spaces.pipelines.grouped_program import in_segment, mark_of, shape_of
 from search_spaces.pipelines.layer_flow import COMBINATIONS, LayerFlow, layer_flow, part_parameters
-from search_spaces.pipelines.numbered_program import in_segment, mark_of, shape_of
 from search_spaces.replay import bind, context_of, scan_operands
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.shardy import operation_rules

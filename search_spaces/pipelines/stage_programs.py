@@ -14,8 +14,7 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from cost.compute import CONTRACTIONS
-from search_spaces.pipelines.stage_keys import Accumulation, Key, Label, StageEquation
-from search_spaces.pipelines.stage_labels import LabelledStep
+from search_spaces.pipelines.stage_labels import Accumulation, Key, Label, LabelledStep, StageEquation
 from search_spaces.pipelines.step_parts import StepParts
 from search_spaces.replay import bind, context_of
 

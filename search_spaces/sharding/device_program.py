@@ -184,11 +184,7 @@ class DeviceProgram:
 
 
 def _checked(call: LocalCall, results: Sequence[Any]) -> Sequence[Any]:
-    """Returns the results' blocks.
-
-    Raises:
-      AssertionError: their shapes are not those of the strategy; its rule or the form on blocks is wrong.
-    """
+    """Returns the results' blocks."""
     shapes = [jnp.shape(result) for result in results]
     if shapes != call.result_shapes:
         raise AssertionError(

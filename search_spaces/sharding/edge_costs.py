@@ -8,9 +8,8 @@ from cost.edges import merge_edges
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Edge, Node
 from search_spaces.sharding.graph import Graph, Value, Vertex
-from search_spaces.sharding.messages import Message, message_of
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
-from search_spaces.sharding.resharding import Paths
+from search_spaces.sharding.resharding import Message, Paths, message_of
 
 _ON_HOST = 1e6
 """By how much a reshard of an array in the host's memory counts: it is to be resharded before or after it is there."""

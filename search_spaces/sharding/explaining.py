@@ -14,10 +14,10 @@ from search_spaces.sharding.base import Edge, Layout, Node, ReshardStep, Shardin
 from search_spaces.sharding.coded_sums import finished_steps
 from search_spaces.sharding.edge_costs import read_spec, readers_of
 from search_spaces.sharding.graph import Graph, Value, Vertex
-from search_spaces.sharding.memory_use import MemoryUse
-from search_spaces.sharding.messages import message_of
+from search_spaces.sharding.memory import MemoryUse
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.opaque.operations import name_of
+from search_spaces.sharding.resharding import message_of
 
 NO_AXES = "-"
 """The text for a dimension that no axis splits."""
@@ -78,26 +78,14 @@ class NextBest(NamedTuple):
 
 
 class NextBests(NamedTuple):
-    """How each array of a choice would be split next best.
-
-    Attributes:
-      vertices: for each vertex, of its first result.
-      inputs: for each flat argument, of how it is stored.
-    """
+    """How each array of a choice would be split next best."""
 
     vertices: tuple[NextBest, ...]
     inputs: tuple[NextBest, ...]
 
 
 class Summary(NamedTuple):
-    """Everything that a plan says about a choice.
-
-    Attributes:
-      layout: how every value is laid out.
-      prediction: what each part costs.
-      memory: what a device has in memory at any time.
-      next_best: how each array would be split next best.
-    """
+    """Everything that a plan says about a choice."""
 
     layout: Layout
     prediction: StepPrediction

@@ -23,10 +23,6 @@ from search_spaces.sharding.tracing import INLINED_BODIES
 def with_constraints(jaxpr: core.ClosedJaxpr, mesh: Mesh | AbstractMesh) -> core.ClosedJaxpr:
     """Returns a jaxpr without shardings in its types, and with constraints where the user says how an array is split.
 
-    Args:
-      jaxpr: traced under a mesh with explicit axes.
-      mesh: the same mesh with automatic axes.
-
     Raises:
       ValueError: there is a `jax.shard_map` inside, whose types cannot be taken away.
     """
@@ -38,10 +34,6 @@ def without_context_mesh(jaxpr: core.ClosedJaxpr, mesh: Mesh | AbstractMesh) -> 
 
     JAX writes such a mesh into the parameters of operations and adds reshards that split nothing; inside a program for
     each device it means something else.
-
-    Args:
-      jaxpr: traced under a mesh with automatic axes.
-      mesh: the mesh.
     """
     return _Evaluation(mesh, is_explicit=False).closed(jaxpr)
 

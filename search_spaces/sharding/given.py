@@ -115,9 +115,6 @@ def given_specs(in_shardings: Any, args: Sequence[Any]) -> list[PartitionSpec | 
     Args:
       in_shardings: as in `search`: an entry for each argument, without the static ones.
       args: the arguments without the static ones.
-
-    Raises:
-      ValueError: `in_shardings` is not a prefix of the arguments.
     """
     if in_shardings is None:
         return [None] * len(jax.tree.leaves(args))

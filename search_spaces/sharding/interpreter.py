@@ -20,7 +20,7 @@ from search_spaces.replay import REMAT, scan_again
 from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy
 from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex
 from search_spaces.sharding.kept_codes import LateReads
-from search_spaces.sharding.messages import is_message_coded
+from search_spaces.sharding.resharding import is_message_coded
 from search_spaces.sharding.schedule import FetchStage, Pause, ProgramSchedule
 
 Environment = ChainMap[Any, Any]

@@ -2,7 +2,7 @@
 
 What a forward pass leaves to the backward pass is most of a training step's memory. As codes of 8 bits it takes half or
 a quarter. The forward pass reads the array itself, which is free after its last forward reader. What reads it later
-decodes it. A value that is computed inside its readers (`fused_values.py`) is in memory only through its operands, so
+decodes it. A value that is computed inside its readers (`fusion.py`) is in memory only through its operands, so
 that later readers compute it again of decoded ones.
 """
 
@@ -30,13 +30,7 @@ class LateReads(NamedTuple):
 
 
 class Residuals:
-    """The arrays of a step that can be kept as codes.
-
-    Args:
-      graph: the traced function.
-      lifetimes: of its values.
-      shared: ids of the values that several operations read.
-    """
+    """The arrays of a step that can be kept as codes."""
 
     def __init__(self, graph: Graph, lifetimes: Lifetimes, shared: Collection[int]):
         self.graph, self.lifetimes, self.shared = graph, lifetimes, shared

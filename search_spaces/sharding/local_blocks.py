@@ -39,12 +39,7 @@ REDUCERS: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Blocks:
-    """One device's view of the arrays on a mesh; the methods run inside a mapping over all of its axes.
-
-    Attributes:
-      axis_names: of the mesh, in its order.
-      axis_sizes: devices along each axis.
-    """
+    """One device's view of the arrays on a mesh; the methods run inside a mapping over all of its axes."""
 
     axis_names: tuple[str, ...]
     axis_sizes: tuple[int, ...]
@@ -79,14 +74,7 @@ class Blocks:
         return local, (local >= 0) & (local < size)
 
     def reshard(self, block: Any, shape: Sequence[int], source: IndexedSpec, steps: Sequence[ReshardStep]) -> Any:
-        """Returns the block after some steps.
-
-        Args:
-          block: of an array with the spec `source`.
-          shape: of the whole array.
-          source: the spec before the first step.
-          steps: of `resharding.Paths`.
-        """
+        """Returns the block after some steps."""
         if steps and 0 in shape:  # nothing is sent, and collectives refuse empty dimensions
             return block.reshape(self.shape(shape, steps[-1].spec))
         spec = source

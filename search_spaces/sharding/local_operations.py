@@ -7,7 +7,7 @@ whole: `whole_operations.py` tells which.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,12 +18,37 @@ from search_spaces.replay import bind
 from search_spaces.sharding.base import ShardingStrategy
 from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.local_blocks import Blocks
-from search_spaces.sharding.local_effects import on_first_device, refused_callback, users_shard_map
 from search_spaces.sharding.local_ragged_products import groups_of_block, ragged_contraction
 from search_spaces.sharding.local_random_bits import bits_of_block
 from search_spaces.sharding.opaque.operations import opaque_of
 from search_spaces.sharding.opaque.parts import Parts
 from search_spaces.sharding.spec import axes_in, parts_of
+
+
+def users_shard_map(equation: core.JaxprEqn, operands: Sequence[Any], source: str) -> list[Any]:
+    """Runs the body of a user's own `shard_map`, which is written for blocks and names the mesh's axes."""
+    if equation.params.get("check_vma"):
+        raise ValueError(
+            f'`executor` "program" cannot run a `jax.shard_map` with `check_vma=True` ({source}). '
+            'Give it `check_vma=False`, or take `executor="constraints"`.'
+        )
+    return list(core.jaxpr_as_fun(core.ClosedJaxpr(equation.params["jaxpr"], ()))(*operands))
+
+
+def on_first_device(equation: core.JaxprEqn, operands: Sequence[Any], blocks: Blocks) -> list[Any]:
+    """Runs a callback that has no results, such as `jax.debug.print`, on the first device of the mesh only."""
+    is_first = blocks.index(range(len(blocks.axis_sizes))) == 0
+    lax.cond(is_first, lambda *arrays: (bind(equation, arrays), None)[1], lambda *arrays: None, *operands)
+    return []
+
+
+def refused_callback(source: str) -> NoReturn:
+    """Raises `ValueError` for a callback with effects and results, which every device would call."""
+    raise ValueError(
+        f'`executor` "program" cannot run a `jax.experimental.io_callback` ({source}), which every device would call. '
+        'Take `executor="constraints"`.'
+    )
+
 
 # fmt: off
 # What combines their partial results, where a dimension that they reduce is split.
@@ -95,12 +120,7 @@ def combiner(vertex: Vertex) -> str:
 
 
 def run_local(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
-    """Returns the results' blocks before their reduction; the operation must not be one that `runs_whole`.
-
-    Args:
-      call: the operation.
-      operands: blocks as the strategy wants them.
-    """
+    """Returns the results' blocks before their reduction; the operation must not be one that `runs_whole`."""
     name, opaque = call.vertex.primitive, opaque_of(call.vertex)
     if opaque is not None:
         return list(opaque.run(call.equation, operands, call.parts))

@@ -2,7 +2,7 @@
 
 A compiler fuses pointwise operations into the ones that read them, so most values of a jaxpr never exist; what a fused
 operation reads must then live as long as the fusion that reads it. A fusion writes its result over an operand of the
-same size that nobody reads afterwards (`fused_values.py`).
+same size that nobody reads afterwards (`fusion.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from search_spaces.sharding.aliases import share_memory
+from cost.memory import memory_profile, numbered_times
 from search_spaces.sharding.base import Node, Rule, ShardingStrategy
 from search_spaces.sharding.codes import FORMATS as CODES
-from search_spaces.sharding.fused_values import Fusing, is_pointwise
-from search_spaces.sharding.graph import Graph, Value
-from search_spaces.sharding.held_positions import HeldPositions
+from search_spaces.sharding.fusion import Fusing, is_pointwise
+from search_spaces.sharding.graph import Graph, Value, Vertex
+from search_spaces.sharding.scheduling import HeldPositions
 from search_spaces.sharding.spec import local_bytes
 
 
@@ -213,3 +213,82 @@ def _bytes_before_reduction(value: Value, strategy: ShardingStrategy, axis_sizes
         return 0.0
     finished, partial = (spec[value.result] for spec in (strategy.results, strategy.unreduced))
     return max(0.0, local_bytes(value, partial, axis_sizes) - local_bytes(value, finished, axis_sizes))
+
+
+def share_memory(graph: Graph, is_written: np.ndarray, interval: np.ndarray, last_read: np.ndarray) -> None:
+    """Says which arrays are other arrays under another name: results of barriers, slices and stacks of a single trip.
+
+    A compiler runs a scan with one trip as straight code, where they are the arrays outside in another shape.
+
+    Args:
+      graph: the traced function.
+      is_written: as in `memory.Lifetimes`; it is changed, as are the others.
+      interval: as there, but with inputs at -1.
+      last_read: positions of the operations that read values last.
+    """
+    for vertex in reversed(graph.vertices):
+        is_barrier = vertex.primitive == "optimization_barrier"
+        if not is_barrier and not (vertex.kind in ("slice", "stack") and has_one_trip(vertex)):
+            continue
+        for operand, result in zip(vertex.operands, vertex.results, strict=True):
+            if not isinstance(operand, Value) or not is_written[operand.id] or not is_written[result.id]:
+                continue
+            one, other = (result, operand) if vertex.kind == "stack" else (operand, result)  # the first one stays
+            if vertex.kind == "stack" and operand.made_at < result.made_at:
+                continue  # it was made before the loop
+            is_written[other.id] = False
+            start = interval[operand.id, 0]
+            interval[one.id] = start, max(interval[one.id, 1], interval[other.id, 1])
+            last_read[one.id] = max(last_read[one.id], last_read[other.id])
+
+
+def has_one_trip(vertex: Vertex) -> bool:
+    """Tells whether the loop of a vertex is a scan with one trip."""
+    return vertex.equation is not None and vertex.equation.params.get("length") == 1
+
+
+class HeldArray(NamedTuple):
+    """An array in memory.
+
+    Attributes:
+      value: its id.
+      is_copy: whether it is the gathered copy of a value that is stored as well.
+      num_bytes: on each device.
+    """
+
+    value: int
+    is_copy: bool
+    num_bytes: float
+
+
+class MemoryUse(NamedTuple):
+    """The memory of a device in one step of a choice.
+
+    Attributes:
+      times: `[T]` where it changes, as in the intervals of `Usages`: 0 before the first operation, p + 1 at position p.
+      num_bytes: `[T]` in use from each of these times until the next.
+      at_peak: what is in memory at the first time of the peak, the largest first; together the peak.
+    """
+
+    times: np.ndarray
+    num_bytes: np.ndarray
+    at_peak: tuple[HeldArray, ...]
+
+
+def memory_use(usages: Usages, choice: Sequence[int]) -> MemoryUse:
+    """Returns the memory that a choice uses.
+
+    Args:
+      usages: of the space, K in total.
+      choice: `[V]` strategy indices.
+    """
+    pairs = zip(usages.node, usages.num_bytes, strict=True)
+    amounts = np.array([num_bytes[choice[node]] for node, num_bytes in pairs], float)
+    if not len(amounts):
+        return MemoryUse(np.zeros(1, int), np.zeros(1), ())
+    times, interval = numbered_times(np.array(usages.interval, int))
+    num_bytes = memory_profile(interval, amounts[:, None], len(times))[:, 0]
+    peak = int(np.argmax(num_bytes))
+    is_held = (interval[:, 0] <= peak) & (peak < interval[:, 1]) & (amounts > 0)
+    held = [HeldArray(usages.value[k], usages.is_copy[k], float(amounts[k])) for k in np.flatnonzero(is_held)]
+    return MemoryUse(times, num_bytes, tuple(sorted(held, key=lambda array: -array.num_bytes)))

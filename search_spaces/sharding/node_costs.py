@@ -326,14 +326,7 @@ class NodeCosts:
 
 
 def touched_bytes(vertex: Vertex, strategy: ShardingStrategy, kernels: Kernels, axis_sizes: tuple[int, ...]) -> float:
-    """Returns what an operation reads and writes on one device: nothing that is fused, of a table only what it picks.
-
-    Args:
-      vertex: an operation.
-      strategy: how it runs.
-      kernels: what is read from memory and written to it.
-      axis_sizes: devices along each mesh axis.
-    """
+    """Returns what an operation reads and writes on one device: nothing fused, of a table only what it picks."""
 
     def local(array: Operand, spec: IndexedSpec) -> float:
         return local_bytes(array, spec, axis_sizes) if isinstance(array, Value) else 0.0

@@ -183,12 +183,7 @@ class MixedProducts:
 
 
 class KeptInCodes(NamedTuple):
-    """The arrays that can be kept as codes, on one device.
-
-    Attributes:
-      names: of the formats, keys of `codes.FORMATS`.
-      late: what reads them.
-    """
+    """The arrays that can be kept as codes, on one device."""
 
     names: Sequence[str]
     late: LateReads

@@ -25,9 +25,9 @@ from search_spaces.sharding.coded_sums import finished_steps
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.interpreter import Flow, GraphInterpreter, Keeping, ReadOperand
 from search_spaces.sharding.kept_codes import LateReads
-from search_spaces.sharding.messages import maxima_of
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.product_formats import FORMATS
+from search_spaces.sharding.resharding import maxima_of
 from search_spaces.sharding.schedule import ProgramSchedule
 from search_spaces.sharding.spec import parts_of
 

@@ -13,8 +13,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from search_spaces.sharding.base import Node
-from search_spaces.sharding.graph import Graph, Value, Vertex
+from search_spaces.sharding.base import Node, Rule
+from search_spaces.sharding.graph import Graph, Operand, Value, Vertex
 
 _NEIGHBOURS_COMPARED = 4  # vertices that must be alike one after the other before their distance counts as a period
 _MOST_PERIODS = 64  # distances that are tried, the most frequent ones; chosen by hand on training steps
@@ -144,3 +144,32 @@ def _named(vertex: Vertex, form: int) -> Hashable:
 def _unnumbered(name: str) -> str:
     """Returns a name without the numbers in it, such as a layer's."""
     return _NUMBER.sub("#", name)
+
+
+def forms_of(graph: Graph, rules: Sequence[Rule | None]) -> list[int]:
+    """Returns a number for each vertex, equal where kind, equation, types and weights are equal, whatever is read.
+
+    Equal equations are told by their rules, which `shardy.operation_rules` makes once for each; an operation without a
+    rule has a form of its own.
+
+    Args:
+      graph: the traced function.
+      rules: for each vertex its rule or None.
+    """
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(_form(v, rules[v.index]), len(numbers)) for v in graph.vertices]
+
+
+def _form(vertex: Vertex, rule: Rule | None) -> Hashable:
+    has_own_form = vertex.kind == "operation" and rule is None
+    return (
+        vertex.kind, vertex.primitive, vertex.index if has_own_form else id(rule), vertex.weight,
+        tuple(vertex.operand_weight), tuple(map(_type, vertex.operands)), tuple(map(_type, vertex.results)),
+    )  # fmt: skip
+
+
+def _type(array: Operand) -> Hashable:
+    """Returns what the form of a vertex says about an array; literals are told from values, not by their numbers."""
+    if isinstance(array, Value):
+        return array.shape, array.dtype
+    return "literal", getattr(array.aval, "shape", ()), getattr(array.aval, "dtype", None)

@@ -53,12 +53,7 @@ class Stop:
 
 
 class Steps:
-    """Every single collective on every spec of a mesh.
-
-    Args:
-      axis_sizes: devices along each mesh axis.
-      rates: of each mesh axis.
-    """
+    """Every single collective on every spec of a mesh."""
 
     def __init__(self, axis_sizes: tuple[int, ...], rates: tuple[Rates, ...]):
         self.axis_sizes, self.rates = axis_sizes, rates

@@ -1,11 +1,19 @@
-"""Makes the schedule of a device program: in which window each collective of a weight or its gradient runs."""
+"""Makes the schedule of a device program: in which window each collective of a weight or its gradient runs.
+
+A schedule depends on what is chosen, and memory has to be known before. So `held_positions`, which says how long
+memory holds what collectives bring early or take late, follows the windows of a program whose
+devices do equal shares of each product.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
+from cost.base import Hardware
+from cost.compute import equation_dtype, equation_flops
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Layout, ReshardStep
 from search_spaces.sharding.coded_sums import finished_steps
@@ -18,11 +26,10 @@ from search_spaces.sharding.graph import (
     is_contraction,
     leads_to_contraction,
 )
-from search_spaces.sharding.messages import is_message_coded
 from search_spaces.sharding.product_formats import FORMATS
-from search_spaces.sharding.resharding import Paths
+from search_spaces.sharding.resharding import Paths, is_message_coded
 from search_spaces.sharding.schedule import Fetch, FetchStage, Pause, ProgramSchedule
-from search_spaces.sharding.windows import Windows, straight_lines
+from search_spaces.sharding.windows import Windows, straight_lines, windows_around
 
 # A window's products take at least this many latencies of the slowest link, so that a collective's latency is a small
 # part of the window. Chosen by `python -m experiments.schedule`: on a decoder for 32 GPUs 6, 12, 24 and 40 give steps
@@ -309,3 +316,45 @@ class _LineScheduler:
 
 def _gathers(steps: Sequence[ReshardStep]) -> bool:
     return any(step.kind == "all_gather" for step in steps)
+
+
+class HeldPositions(NamedTuple):
+    """What a schedule holds in memory for the sake of collectives, by value id.
+
+    Attributes:
+      fetch_from: for weights that are gathered early, the position of the gather.
+      reduce_until: for products that are reduced late, as the gradients of weights are, the position of the reduction.
+    """
+
+    fetch_from: dict[int, int]
+    reduce_until: dict[int, int]
+
+
+def held_positions(graph: Graph, axis_sizes: tuple[int, ...], hardware: Hardware, path: Paths) -> HeldPositions:
+    """Returns how long a schedule holds gathered weights before they are read, and gradients before they are reduced.
+
+    Where collectives hold arithmetic, no weight is gathered early, and no gradient reduced late.
+    """
+    if hardware.exposed_share == 1:
+        return HeldPositions({}, {})
+    compute_s = np.zeros(len(graph.vertices))
+    for vertex in filter(is_contraction, graph.operations()):
+        assert vertex.equation is not None
+        flops_per_s = hardware.reached_flops_per_s(equation_dtype(vertex.equation)) * prod(axis_sizes)
+        compute_s[vertex.index] = equation_flops(vertex.equation) / flops_per_s
+    around = windows_around(graph, compute_s, least_window_s(path), num_after=1)
+    consumers, is_weight = graph.consumers(), ~follows_contraction(graph)
+    is_last = ~leads_to_contraction(graph)
+    return HeldPositions(
+        {
+            value.id: min(int(around[reader.index, 0]) for reader, _ in consumers[value.id])
+            for value in graph.values
+            if is_weight[value.vertex] and consumers[value.id]
+        },
+        {
+            value.id: int(around[vertex.index, 1])
+            for vertex in graph.operations()
+            if is_last[vertex.index] and is_contraction(vertex)
+            for value in vertex.results
+        },
+    )

@@ -24,6 +24,7 @@ from search_spaces.replay import bind
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.exceptional_rules import exceptional_rule, is_higher_order, reduction_adds, shape_of
 from search_spaces.sharding.factors import Factors, Mark, rule_from_factors, with_window_halos
+from search_spaces.sharding.graph import Graph
 from search_spaces.sharding.opaque.operations import OPAQUE
 
 _RULES_PASS = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
@@ -42,9 +43,6 @@ def operation_rules(equations: Sequence[JaxprEqn]) -> list[Rule | None]:
     Higher-order equations (loops, calls, conditionals, custom derivatives, remat, shard_map) and equations with effects
     have none. Equal equations are looked up once, all new ones are lowered in a single module, and the newest
     16,384 rules are kept for later calls, but for opaque and higher-order equations.
-
-    Args:
-      equations: of one or several jaxprs.
 
     Returns:
       One entry for each equation. `rule.operands` follows `equation.invars`, literals included.
@@ -294,3 +292,13 @@ def _num_elements(value: Any) -> int:
 
 def _shape(type_: Any) -> tuple[int, ...]:
     return tuple(type_.shape) if isinstance(type_, ir.ShapedType) and type_.has_rank else ()
+
+
+def rules_of(graph: Graph) -> list[Rule | None]:
+    """Returns for each vertex its rule; None for arguments, loops' borders, and operations that have none."""
+    operations = list(graph.operations())
+    rules: list[Rule | None] = [None] * len(graph.vertices)
+    equations = [v.equation for v in operations if v.equation is not None]
+    for vertex, rule in zip(operations, operation_rules(equations), strict=True):
+        rules[vertex.index] = rule
+    return rules

@@ -42,7 +42,6 @@ from cost.evaluation import checked_choice
 from cost.quantities import Quantities
 from search_spaces.base import Part
 from search_spaces.sharding.base import Coded, Edge, FormatKey, GivenSpec, Layout, Node, Rule, ShardingStrategy
-from search_spaces.sharding.computing import Computing, computing_of
 from search_spaces.sharding.device_program import DeviceProgram
 from search_spaces.sharding.edge_costs import edges_of, transfer_matrices
 from search_spaces.sharding.execution import Execution, make_layout
@@ -55,25 +54,27 @@ from search_spaces.sharding.explaining import (
     predict,
     strategy_name,
 )
-from search_spaces.sharding.forms import forms_of
 from search_spaces.sharding.graph import Graph
-from search_spaces.sharding.held_positions import held_positions
 from search_spaces.sharding.kept_codes import LateReads, Residuals
 from search_spaces.sharding.kernels import Kernels, kernels_of
-from search_spaces.sharding.memory import Lifetimes, Usages, lifetimes_of, usages_of
-from search_spaces.sharding.memory_use import memory_use
+from search_spaces.sharding.memory import Lifetimes, Usages, lifetimes_of, memory_use, usages_of
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.nodes import nodes_of, with_formats
-from search_spaces.sharding.notes import notes_of
 from search_spaces.sharding.program_steps import ProgramSteps, program_steps
-from search_spaces.sharding.repetition import alike_nodes
+from search_spaces.sharding.repetition import alike_nodes, forms_of
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
-from search_spaces.sharding.rules import rules_of
 from search_spaces.sharding.schedule import ProgramSchedule
-from search_spaces.sharding.scheduling import make_schedule
-from search_spaces.sharding.step_quantities import preference_problem, step_problem, step_quantities
+from search_spaces.sharding.scheduling import held_positions, make_schedule
+from search_spaces.sharding.shardy import rules_of
+from search_spaces.sharding.step_quantities import (
+    Computing,
+    computing_of,
+    preference_problem,
+    step_problem,
+    step_quantities,
+)
 from search_spaces.sharding.tracing import build_graph, feedback_of
-from search_spaces.sharding.whole_work import WholeWork, whole_work
+from search_spaces.sharding.whole_work import WholeWork, notes_of, whole_work
 
 _ON_PRICES = frozenset(
     {"node_costs", "_problem", "quantities", "preference_problem", "step_problem", "least_compute_s"}

@@ -74,13 +74,7 @@ def divides_or_pads(spec: IndexedSpec, shape: Sequence[int], axis_sizes: tuple[i
 def specs_of_shape(
     shape: tuple[int, ...], axis_sizes: tuple[int, ...], with_padding: bool = False
 ) -> tuple[IndexedSpec, ...]:
-    """Lists every spec that divides a shape, with each mesh axis on one dimension or on none; replicated comes first.
-
-    Args:
-      shape: of the array.
-      axis_sizes: devices along each mesh axis.
-      with_padding: whether dimensions may be padded a little.
-    """
+    """Lists every spec that divides a shape, with each mesh axis on one dimension or none; replicated comes first."""
     fits = divides_or_pads if with_padding else divides
     specs = []
     for places in product(range(-1, len(shape)), repeat=len(axis_sizes)):

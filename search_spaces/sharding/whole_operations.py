@@ -44,13 +44,7 @@ _ALONG_WHOLE_DIMENSIONS = frozenset(
 
 
 def whole_operations(graph: Graph, strategies: Sequence[ShardingStrategy], axis_sizes: tuple[int, ...]) -> list[Vertex]:
-    """Returns the operations that strategies split but that have no form on blocks.
-
-    Args:
-      graph: the traced function.
-      strategies: for each vertex the one that it runs.
-      axis_sizes: devices along each mesh axis.
-    """
+    """Returns the operations that strategies split but that have no form on blocks."""
     return [v for v in graph.operations() if runs_whole(v, strategies[v.index], axis_sizes)]
 
 

@@ -7,7 +7,7 @@ import jax
 import pytest
 from jax.experimental import multihost_utils
 
-from diffshard import agreement, coordination, processes
+from diffshard import agreement, processes
 from diffshard.agreement import Agreement
 from diffshard.base import ProcessesError
 from diffshard.processes import Processes
@@ -135,7 +135,7 @@ def test_what_all_have_read_is_deleted_and_only_the_first_process_remembers_it(
 
 
 def test_the_client_of_the_service_is_where_it_is_looked_for():
-    assert coordination.service_client() is None, f"JAX {jax.__version__} has its coordination service elsewhere"
+    assert agreement.service_client() is None, f"JAX {jax.__version__} has its coordination service elsewhere"
 
 
 def test_a_version_of_jax_without_the_service_is_named(monkeypatch: pytest.MonkeyPatch):

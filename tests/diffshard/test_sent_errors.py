@@ -7,7 +7,7 @@ import pytest
 from diffshard.base import InfeasibleError, PlanError, ProcessesError
 from diffshard.elastic.ownership import InUseError
 from diffshard.pipelines.stage_search import StageMemoryError
-from diffshard.sent_errors import error_of, packed_error
+from diffshard.processes import error_of, packed_error
 
 
 class UnknownError(Exception):

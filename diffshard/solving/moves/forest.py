@@ -77,14 +77,7 @@ class _Level(NamedTuple):
 
 
 class Forest(NamedTuple):
-    """An induced forest of the graph.
-
-    Attributes:
-      roots: where each tree starts.
-      levels: deepest first, without the roots.
-      inside: what its nodes pay on the edges between them.
-      num_kept: numbers that its levels keep.
-    """
+    """An induced forest of the graph."""
 
     roots: np.ndarray
     levels: list[_Level]

@@ -33,8 +33,7 @@ from cost.base import FORBIDDEN, Problem
 from cost.evaluation import Evaluator
 from cost.quantities import with_weights
 from diffshard.base import OPTIMAL_GAP, InfeasibleError, Solution
-from diffshard.solving.objectives.descent import Descent
-from diffshard.solving.objectives.mixtures import Mixture, Tangents, best_mixture
+from diffshard.solving.objectives.mixtures import Descent, Mixture, Tangents, best_mixture
 from diffshard.solving.objectives.objective import Affine, Objective, PricedObjective
 
 SolveLinear = Callable[[Problem, np.ndarray | None, float], Solution]

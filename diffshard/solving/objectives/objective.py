@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cost.base import Problem
-from cost.quantities import Quantities, amounts_of
+from cost.base import Problem, load_groups
+from cost.quantities import Quantities, Quantity, amounts_of
 
 CostFunction = Callable[[dict[str, jax.Array]], jax.Array]
 """A differentiable function from amounts, by the names of the quantities, to a scalar."""
@@ -174,3 +174,32 @@ def _check(function: CostFunction, shapes: dict[str, tuple[int, ...]], name: str
     if not hasattr(result, "shape") or result.shape != () or not jnp.issubdtype(result.dtype, jnp.floating):
         found = f"{result.dtype}{list(result.shape)}" if hasattr(result, "shape") else type(result).__name__
         raise TypeError(f"`{name}` must return a floating scalar, but it returns {found}.")
+
+
+_LOADS = "loads of the problem"
+
+
+def split_loads(problem: Problem, objective: Objective | None = None) -> tuple[Problem, Objective]:
+    """Returns a problem without its loads, and the sum of their groups' largest ones as an objective."""
+    groups = tuple(tuple(group.tolist()) for group in load_groups(problem))
+    loads = Quantity(problem.load, problem.edge_load)
+    rest = problem._replace(load=(), edge_load=(), load_group=())
+    if objective is None:
+        return rest, Objective(_largest(groups), {_LOADS: loads}, name="loads")
+    below = None if objective.convex_below is None else _largest(groups, objective.convex_below)
+    function = _largest(groups, objective.function)
+    return rest, Objective(function, {**objective.quantities, _LOADS: loads}, below, objective.name)
+
+
+@functools.lru_cache(maxsize=64)
+def _largest(groups: tuple[tuple[int, ...], ...], more: CostFunction | None = None) -> CostFunction:
+    """Returns the sum of the groups' largest loads, and of another function; equal ones are compiled once."""
+
+    def cost(amounts: dict[str, jax.Array]) -> jax.Array:
+        loads = amounts[_LOADS]
+        largest = sum((jnp.max(loads[jnp.array(group)]) for group in groups), start=jnp.zeros((), loads.dtype))
+        if more is None:
+            return largest
+        return largest + more({name: amount for name, amount in amounts.items() if name != _LOADS})
+
+    return cost

@@ -2,13 +2,89 @@
 
 Forest moves come down to a local optimum near their start. Duals of slightly different problems, with noise on the
 costs and other prices of memory, round to starts far enough from each other to reach different ones.
+
+The climb rounds the dual at several moments: the rounding of an early, hot dual and that of the last one are good
+choices in different ways. One more start is the problem in which equal layers take equal strategies: single moves and
+forests change one layer at a time and pay for the difference to its neighbours, and the quotient changes all of them at
+once.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import jax
+import numpy as np
+
+from cost.base import Problem, is_forbidden
+from diffshard.base import Solver
+from diffshard.solving.dual.ascent import Ascent, PriceStep, step_along_excess
+from diffshard.solving.flat import Flat
+from diffshard.solving.loop import run_solver
 from diffshard.solving.moves.polish import rounded_choice
-from diffshard.solving.phases.base import NO_BOUND, Search, Start
+from diffshard.solving.phases.base import NO_BOUND, Clock, Search, Start
+from diffshard.solving.quotient import quotient_by_equality
+
+
+@dataclass(frozen=True)
+class DualClimb:
+    """A climb that rounds the dual on its way; all numbers were chosen by hand on the contest's instances.
+
+    Attributes:
+      num_sweeps: without a time limit.
+      most_sweeps: with one.
+      end_share: of the time limit, when the climb ends.
+      first_start: how far the climb is when the first start is read off.
+      start_interval: how much further it is at each next one.
+      stall_sweeps: where no memory can run out, the climb ends when the bound rose by at most `stall_rise` in so many.
+      stall_rise: as a share of the bound.
+      least_sweeps: made however short the time is, as a dual at its first messages has no good choices, and before the
+        climb can stall.
+      price_step: how prices answer to the relaxed choice.
+    """
+
+    num_sweeps: int = 400
+    most_sweeps: int = 3000
+    end_share: float = 0.3
+    first_start: float = 0.4
+    start_interval: float = 0.15
+    stall_sweeps: int = 39
+    stall_rise: float = 1e-5
+    least_sweeps: int = 60
+    price_step: PriceStep = step_along_excess
+
+    def init(self, flat: Flat) -> Ascent:
+        """Returns the dual at zero messages and the first prices."""
+        return Ascent(flat, price_step=self.price_step)
+
+    def __call__(self, ascent: Ascent, clock: Clock) -> Iterator[Start]:
+        """Climbs; yields starts on the way and one at the end."""
+        bounds: list[float] = []
+        next_start = self.first_start
+        progress = clock.progress(self.num_sweeps, self.end_share)
+        for i in itertools.count():
+            # Whichever of the two ends the climb, the temperature must have fallen by then.
+            share = min(max(progress(i), i / self.most_sweeps), i / self.least_sweeps)
+            if share >= 1:
+                break
+            ascent.step(share)
+            bounds.append(ascent.bound)
+            if not ascent.flat.base.size and self._stalls(bounds):
+                break
+            if share >= next_start:
+                next_start += self.start_interval
+                yield _read_off(ascent)
+        yield _read_off(ascent)
+
+    def _stalls(self, bounds: list[float]) -> bool:
+        if len(bounds) <= self.least_sweeps:
+            return False
+        return bounds[-1] - bounds[-1 - self.stall_sweeps] <= self.stall_rise * abs(bounds[-1])
+
+
+def _read_off(ascent: Ascent) -> Start:
+    return Start(rounded_choice(ascent.flat, ascent.absorbed_cost), ascent.prices.memory)
+
 
 _SETTLING_RATE, _SETTLING_GROWTH = 0.1, 1.05
 """By what share prices rise in the first settling move, and how much faster in each next one; chosen by hand on
@@ -85,3 +161,58 @@ def settling_moves(search: Search, num_moves: int) -> Iterator[float]:
         yield NO_BOUND
     if num_moves:
         polish.offer(polish.choice)
+
+
+@dataclass(frozen=True)
+class QuotientStart:
+    """Forest moves from the best choice that treats equal nodes alike.
+
+    Attributes:
+      solver: finds this choice on the quotient of the problem.
+      time_share: of the time limit, for the quotient; chosen by hand on the contest's instances.
+      num_moves: forest moves from the choice; chosen by hand on the same.
+    """
+
+    solver: Solver
+    time_share: float = 0.1
+    num_moves: int = 60
+
+    def __call__(self, search: Search) -> Iterator[float]:
+        """Solves the quotient and goes on from its choice; has no bound, since the quotient's says nothing here."""
+        yield NO_BOUND  # the rounding may be the optimum already
+        limit_s = search.clock.time_limit_s
+        quotient_limit_s = None if limit_s is None else self.time_share * limit_s
+        choice = best_equal_choice(search.problem, self.solver, search.key, quotient_limit_s)
+        if choice is None:
+            return
+        search.polish.begin(choice, search.ascent.best[1].memory)
+        for _ in range(self.num_moves):
+            search.polish.anneal(0.0, 0.1)
+            yield NO_BOUND
+
+
+def best_equal_choice(
+    problem: Problem, solver: Solver, key: jax.Array, time_limit_s: float | None
+) -> np.ndarray | None:
+    """Returns a choice `[V]` in which equal nodes take equal strategies, as good as the solver finds one.
+
+    Args:
+      problem: the whole.
+      solver: for the quotient.
+      key: a JAX random key.
+      time_limit_s: seconds for the quotient; None lets the solver end by its own rule.
+
+    Returns:
+      The choice, which may exceed the memory: a start to be improved. None where few nodes are equal, or where the
+      members of a class exclude each other's strategies.
+
+    Raises:
+      KeyboardInterrupt: Ctrl-C was pressed while the quotient was solved; it means to stop the whole search.
+    """
+    quotient = quotient_by_equality(problem)
+    if quotient is None:
+        return None
+    solution = run_solver(quotient.problem, solver, time_limit_s=time_limit_s, key=key)
+    if solution.status == "interrupted":
+        raise KeyboardInterrupt
+    return None if is_forbidden(np.asarray(solution.cost)) else quotient.expand(solution.choice)

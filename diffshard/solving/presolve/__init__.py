@@ -4,6 +4,5 @@
 - `base.py`: what a reduction returns, how reductions follow one another, and arrays that stay shared.
 - `ties.py` merges nodes that determine each other and removes forbidden entries.
 - `memory.py` keeps the times at which the memory limit can bind.
-- `elimination.py` removes nodes of degree up to two and separable edges; `domination.py` finds the strategies that
-  another one makes needless.
+- `elimination.py` removes nodes of degree up to two, separable edges, and strategies that another one dominates.
 """

@@ -47,11 +47,7 @@ class HighsProcess:
         self._process.wait()
 
     def answers(self, programme: Programme, options: dict[str, Any]) -> Generator[Answer]:
-        """Yields HiGHS's answers, values and a bound, until it ends; (None, -inf) several times a second without one.
-
-        Raises:
-          RuntimeError: HiGHS ended with an error.
-        """
+        """Yields HiGHS's answers, values and a bound, until it ends; (None, -inf) while there is none."""
         rows = programme.rows.indptr, programme.rows.indices, programme.rows.data
         message = programme._asdict() | {"rows": rows, "options": options}
         thread = threading.Thread(target=self._talk, args=(message,))

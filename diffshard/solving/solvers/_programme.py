@@ -95,12 +95,7 @@ class Window(NamedTuple):
 
 
 def window(problem: Problem, most: float) -> Window | None:
-    """Returns the programme of the choices that cost less than `most`; None where some node has no strategy left.
-
-    Args:
-      problem: valid.
-      most: the cost of a feasible choice, or infinity.
-    """
+    """Returns the programme of the choices that cost less than `most`; None where some node has no strategy left."""
     sizes = num_strategies(problem)
     starts = np.cumsum(sizes) - sizes
     arrays = [np.asarray(c, float) for c in (*problem.node_cost, *problem.edge_cost)]

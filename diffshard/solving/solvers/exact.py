@@ -18,7 +18,7 @@ from cost.base import Problem, num_strategies
 from cost.evaluation import Evaluator
 from diffshard.base import OPTIMAL_GAP, Proposal
 from diffshard.solving.examples import coupled_ring
-from diffshard.solving.rounding import Rounding
+from diffshard.solving.loop import Rounding
 from diffshard.solving.solvers import greedy
 from diffshard.solving.solvers._highs_process import POLL_INTERVAL_S, HighsProcess
 from diffshard.solving.solvers._programme import Window, window
@@ -88,11 +88,7 @@ def solve(
 
 
 class _Search:
-    """The best choice and bound so far.
-
-    Attributes:
-      least_cost: of the best feasible choice.
-    """
+    """The best choice and bound so far."""
 
     def __init__(self, problem: Problem):
         self.least_cost, self._bound = math.inf, -math.inf

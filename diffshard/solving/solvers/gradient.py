@@ -28,15 +28,9 @@ from diffshard.solving.examples import coupled_ring
 from diffshard.solving.flat import flatten, numpy_generator, with_ceiling
 from diffshard.solving.moves.forest import Grow, grow_forest
 from diffshard.solving.moves.polish import Polish
-from diffshard.solving.phases.annealing import Annealing
 from diffshard.solving.phases.base import Climb, Clock, Phase, Search, Start
-from diffshard.solving.phases.branches import Branches
-from diffshard.solving.phases.climb import DualClimb
-from diffshard.solving.phases.neighbourhoods import Neighbourhoods
-from diffshard.solving.phases.quotient_start import QuotientStart
-from diffshard.solving.phases.side_by_side import SideBySide
-from diffshard.solving.phases.starts import MOST_CLIMB_STARTS, DualStarts
-from diffshard.solving.phases.walks import Walks
+from diffshard.solving.phases.improving import Annealing, Branches, Neighbourhoods, SideBySide, Walks
+from diffshard.solving.phases.starts import MOST_CLIMB_STARTS, DualClimb, DualStarts, QuotientStart
 from diffshard.solving.solvers import exhaustive
 
 MOST_ENUMERATED = 1 << 16

@@ -2,6 +2,8 @@
 
 Source: Lepikhin et al., GShard (arXiv:2006.16668), section 2.2; with one expert for each token Fedus et al., Switch
 Transformer (arXiv:2101.03961), section 2.2.
+
+Letters for sizes: T tokens, E experts, K experts that a token goes to, C tokens in an expert's buffer.
 """
 
 import math
@@ -13,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from search_spaces.communication.layers.routing import best_experts, buffer_positions, buffer_tokens
 from search_spaces.communication.places import alternatives
 
 
@@ -133,3 +134,30 @@ def _apply_experts(
         returned_buffers = lax.all_to_all(results, axis, split_axis=1, concat_axis=0, tiled=True)
     rows = returned_buffers.reshape(num_experts * capacity, -1).at[slots].get(mode="fill", fill_value=0)
     return jnp.einsum("tk,tkm->tm", gates, rows)
+
+
+def best_experts(logits: jax.Array, num_chosen: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the gates and the numbers of each token's best experts, `[T, K]` each, the best first.
+
+    The gates of several chosen experts sum to one; the gate of a single one is its probability.
+    """
+    gates, chosen_experts = lax.top_k(jax.nn.softmax(logits), num_chosen)
+    if num_chosen > 1:
+        gates = gates / gates.sum(axis=-1, keepdims=True)
+    return gates, chosen_experts
+
+
+def buffer_tokens(capacity_factor: float, num_tokens: int, num_chosen: int, num_experts: int) -> int:
+    """Returns C, the tokens in an expert's buffer for `num_tokens` tokens of one device; at most all of them."""
+    return min(math.ceil(capacity_factor * num_tokens * num_chosen / num_experts), num_tokens)
+
+
+def buffer_positions(chosen_experts: jax.Array, num_experts: int) -> jax.Array:
+    """Returns how many tokens stand before each one in its expert's buffer, `[T, K]`.
+
+    First choices stand before second ones, and early tokens before late ones. Where this is C or more there is no room.
+    """
+    in_turn = chosen_experts.T.ravel()  # all first choices, then all second ones
+    of_expert = jax.nn.one_hot(in_turn, num_experts, dtype=jnp.int32)
+    positions = ((of_expert.cumsum(axis=0) - 1) * of_expert).sum(axis=1)
+    return positions.reshape(chosen_experts.shape[::-1]).T

@@ -19,12 +19,11 @@ from jax.extend import core
 
 from cost.base import AttentionWork
 from search_spaces.sharding.base import Rule
-from search_spaces.sharding.opaque.attention import attend, is_causal, sequence_dimension
 from search_spaces.sharding.opaque.cudnn import FORWARD, named_rule, work_of_attention
 from search_spaces.sharding.opaque.notation import NamedDimensions, NamedRule
 from search_spaces.sharding.opaque.own_collectives import OwnCollective
 from search_spaces.sharding.opaque.parts import Parts
-from search_spaces.sharding.opaque.ring import Ring, run_backward, run_forward
+from search_spaces.sharding.opaque.ring import Ring, attend, is_causal, run_backward, run_forward, sequence_dimension
 from search_spaces.sharding.spec import parts_of
 
 _SEQUENCE = "sequence"
@@ -63,11 +62,7 @@ def sequence_rules(equation: core.JaxprEqn) -> tuple[Rule, ...]:
 
 
 def sequence_axis(equation: core.JaxprEqn, parts: Parts) -> int | None:
-    """Returns the mesh axis that splits the sequence of queries; None where none does.
-
-    Raises:
-      ValueError: the sequence is split over several axes.
-    """
+    """Returns the mesh axis that splits the sequence of queries; None where none does."""
     axes = parts.operands[0][sequence_dimension(equation)]
     if len(axes) > 1:
         raise ValueError("a sequence that is split over several mesh axes: a ring goes along one")
@@ -123,11 +118,7 @@ def ring_collectives(equation: core.JaxprEqn, parts: Parts) -> list[OwnCollectiv
 
 
 def run_attention(equation: core.JaxprEqn, operands: Sequence[Any], parts: Parts) -> list[Any]:
-    """Runs attention on one device's parts, as a ring where queries and keys are split over their sequence.
-
-    Raises:
-      ValueError: the parts do not divide into the chunks of a causal ring, or several axes split the sequence.
-    """
+    """Runs attention on one device's parts, as a ring where queries and keys are split over their sequence."""
     axis = sequence_axis(equation, parts)
     whole_keys = has_whole_keys(equation, parts)
     if axis is None or (whole_keys and not is_causal(equation)):

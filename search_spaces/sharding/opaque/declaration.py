@@ -1,12 +1,23 @@
-"""The public way to declare a kernel, and the checks of what is declared."""
+"""The public way to declare a kernel, and the checks of what is declared.
 
-from collections.abc import Callable, Iterable, Mapping
+`diffshard.check_kernel` tries a rule out, because no shape tells one that is wrong. A rule promises that a function on
+parts makes the parts of what it makes of whole arrays, or partial results of them. That is a statement about numbers,
+so the function is run whole and on both halves of every factor that may be split.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from search_spaces.sharding.opaque.differentiation import DifferentiableKernel
-from search_spaces.sharding.opaque.kernel import Kernel
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from search_spaces.partition_specs import IndexedSpec
+from search_spaces.sharding.base import Axes, ShardingStrategy
+from search_spaces.sharding.opaque.differentiation import DifferentiableKernel, backward_kernel
+from search_spaces.sharding.opaque.kernel import Kernel, Price, checked_price
 from search_spaces.sharding.opaque.notation import parse_rule
-from search_spaces.sharding.opaque.prices import Price, checked_price
+from search_spaces.sharding.strategies import strategies_of_rule
 
 
 def kernel(
@@ -103,3 +114,124 @@ def _price(argument: str, price: Price | None, name: Any) -> Price | None:
     if price is None or callable(price):
         return price
     return checked_price(price, f"`{argument}` of kernel {name!r}", "a number or a function of one device's operands")
+
+
+_HALVES = Axes((2,), (0,))
+_COMBINE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+
+
+def check_kernel(kernel: DifferentiableKernel, *operands: Any, tolerance: float = 1e-2) -> tuple[str, ...]:
+    """Runs a kernel whole and on both halves of each factor that may be split, and compares the results.
+
+    Call it in a test of the kernel, on one device, with small operands whose dimensions are even and whose numbers
+    differ. A `backward` that was given is tried as well.
+
+    Args:
+      kernel: made by `diffshard.kernel`.
+      *operands: arrays, or `jax.ShapeDtypeStruct`s that stand for random numbers (for 0 and 1 in integers).
+      tolerance: the largest difference of a result, relative to its largest number.
+
+    Returns:
+      The factors that were tried. Factors that have odd sizes, or on whose parts the function raises an error, are not
+      split by a plan either.
+
+    Raises:
+      TypeError: `kernel` is not made by `diffshard.kernel`.
+      ValueError: the rule does not fit the shapes, or results on parts are others than the rule says; names the factor.
+    """
+    if not isinstance(kernel, DifferentiableKernel):
+        raise TypeError(f"`kernel` must be made by `diffshard.kernel`, not {kernel!r}.")
+    arrays = [_array(x, number) for number, x in enumerate(operands)]
+    jax.eval_shape(kernel, *arrays)  # holds the rule and the backward's arguments against the shapes
+    tried = _check(kernel.kernel, arrays, tolerance)
+    if kernel.backward is not None:
+        results = kernel.kernel.run(arrays)
+        wanted, given = (tuple(jnp.issubdtype(x.dtype, jnp.inexact) for x in some) for some in (arrays, results))
+        cotangents = [_array(x, -1 - i) for i, x in enumerate(map(_type, results)) if given[i]]
+        backward = _own_kernel(kernel.backward) or backward_kernel(kernel.kernel, kernel.backward, wanted, given)
+        _check(backward, [*arrays, *results, *cotangents], tolerance)
+    return tried
+
+
+def _own_kernel(backward: Any) -> Kernel | None:
+    """Returns the kernel of a backward that was declared as one; None for a plain function."""
+    return backward.kernel if isinstance(backward, DifferentiableKernel) else None
+
+
+def _type(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+
+
+def _array(x: Any, number: int) -> Any:
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        return jnp.asarray(x)
+    rng = np.random.default_rng(abs(number) + (1000 if number < 0 else 0))
+    numbers = rng.normal(size=x.shape) if jnp.issubdtype(x.dtype, jnp.inexact) else rng.integers(0, 2, x.shape)
+    return jnp.asarray(numbers, x.dtype)
+
+
+def _check(kernel: Kernel, operands: Sequence[Any], tolerance: float) -> tuple[str, ...]:
+    whole = kernel.run(operands)
+    shapes = [tuple(x.shape) for x in operands]
+    strategies = strategies_of_rule(kernel.rule.rule(shapes, [tuple(x.shape) for x in whole]), _HALVES)
+    tried: list[str] = []
+    for strategy in {(s.operands, s.unreduced): s for s in strategies if s.parts > 1}.values():
+        factor = kernel.rule.name_of_dimension(shapes, strategy.operands)
+        halves = [_half(operands, strategy.operands, number) for number in range(2)]
+        if None in halves or factor in tried or not _accepts(kernel, halves[0]):
+            continue
+        tried.append(factor)
+        parts = [kernel.run(half) for half in halves if half is not None]
+        joined = [
+            _joined(pair, spec, kernel.rule.combine) for *pair, spec in zip(*parts, strategy.unreduced, strict=True)
+        ]
+        for number, (result, expected) in enumerate(zip(joined, whole, strict=True)):
+            _compare(kernel, factor, strategy, number, result, np.asarray(expected), tolerance)
+    return tuple(tried)
+
+
+def _half(arrays: Sequence[Any], specs: Sequence[IndexedSpec], number: int) -> list[Any] | None:
+    """Returns one half of the arrays along the dimensions that are split; None where they are odd."""
+    halves = []
+    for array, spec in zip(arrays, specs, strict=True):
+        half = array
+        for d in (d for d, axes in enumerate(spec) if axes):
+            if array.shape[d] % 2:
+                return None
+            half = jnp.split(half, 2, d)[number]
+        halves.append(half)
+    return halves
+
+
+def _accepts(kernel: Kernel, operands: Any) -> bool:
+    try:
+        kernel.results(operands)
+    except Exception:  # whatever a foreign function raises for shapes that it does not take
+        return False
+    return True
+
+
+def _joined(halves: Sequence[Any], spec: IndexedSpec, combine: str) -> np.ndarray:
+    first, second = map(np.asarray, halves)
+    split = [d for d, axes in enumerate(spec) if axes]
+    return np.concatenate([first, second], split[0]) if split else _COMBINE[combine](first, second)
+
+
+def _compare(
+    kernel: Kernel, factor: str, strategy: ShardingStrategy, number: int, joined: Any, whole: Any, tolerance: float
+) -> None:
+    is_partial = not any(strategy.unreduced[number])
+    if joined.shape != whole.shape:
+        problem = f"of shape {list(joined.shape)}, not {list(whole.shape)}"
+    else:
+        a, b = (np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64) for x in (joined, whole))
+        difference = float(np.max(np.abs(a - b), initial=0.0)) / (float(np.max(np.abs(b), initial=0.0)) or 1.0)
+        if difference <= tolerance:
+            return
+        problem = f"off by {difference:.2g} of the largest number"
+    how = f"combined by {kernel.rule.combine!r}" if is_partial else "put together"
+    raise ValueError(
+        f"The rule {str(kernel.rule)!r} of kernel {kernel.name!r} is wrong about {factor!r}: result {number} of its "
+        f"halves, {how}, is {problem}. Name {factor!r} in `need_replication`"
+        + (", or correct `reduction`." if is_partial else ".")
+    )

@@ -129,14 +129,7 @@ def _check_gradients(kernel: Kernel, operands: Sequence[Any], gradients: Sequenc
 def backward_kernel(
     kernel: Kernel, backward: Callable[..., Any] | None, wanted: tuple[bool, ...], given: tuple[bool, ...]
 ) -> Kernel:
-    """Returns the kernel of a backward that is a plain function, or None for the derivative of the forward's function.
-
-    Args:
-      kernel: the forward.
-      backward: of operands, results and cotangents.
-      wanted: for each operand whether it has a gradient.
-      given: for each result whether it has a cotangent.
-    """
+    """Returns the kernel of a backward that is a plain function, or None for the forward's derivative."""
 
     def make() -> Kernel:
         function = _Derivative(kernel, wanted, given) if backward is None else _Backward(kernel, backward, wanted)

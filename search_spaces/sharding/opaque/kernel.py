@@ -7,6 +7,7 @@ to what the function lowers to. Its backward is another kernel.
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Any, NamedTuple
 
 import jax
@@ -16,9 +17,23 @@ from jax.extend import core
 from jax.interpreters import batching, mlir
 
 from cost.base import Work
+from cost.real_numbers import real_number
 from search_spaces.sharding.opaque.notation import NamedRule
-from search_spaces.sharding.opaque.prices import Price, checked_price
 from search_spaces.sharding.opaque.work import dtype_of_work, traced_work
+
+Price = float | Callable[..., float]
+"""A number for whole arrays, or a function of the operands of one device, as `jax.ShapeDtypeStruct`s."""
+
+
+def checked_price(price: Any, subject: str, kinds: str = "a number") -> float:
+    """Returns a price as a float."""
+    number = real_number(price)
+    if number is None:
+        raise TypeError(f"{subject} must be {kinds}, not {price!r}.")
+    if not isfinite(number) or number < 0:
+        raise ValueError(f"{subject} must be finite and not negative, not {number!r}.")
+    return number
+
 
 kernel_p = core.Primitive("kernel")
 kernel_p.multiple_results = True
@@ -98,11 +113,7 @@ class Kernel:
         return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.trace(operands).jaxpr.out_avals]
 
     def check(self, operands: Sequence[Any]) -> None:
-        """Holds the rule against the shapes of some operands and of what the function makes of them.
-
-        Raises:
-          ValueError: the rule does not fit.
-        """
+        """Holds the rule against the shapes of some operands and of what the function makes of them."""
         shapes = [tuple(x.shape) for x in operands]
         try:
             self.rule.sizes(shapes)

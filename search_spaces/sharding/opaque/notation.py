@@ -61,9 +61,6 @@ class NamedRule:
           operands: the shape of each operand.
           results: the shape of each result; may be left out.
           known: sizes of factors that shapes do not tell.
-
-        Raises:
-          ValueError: the rule does not fit the shapes.
         """
         self._check_counts(operands, results)
         sizes: dict[str, int] = dict(known or {})
@@ -118,12 +115,7 @@ class NamedRule:
         return ""
 
     def result_shapes(self, operands: Sequence[Shape], whole_sizes: Mapping[str, int]) -> list[Shape]:
-        """Returns the shapes that the results must have for some operands; raises `ValueError` as `sizes`.
-
-        Args:
-          operands: their shapes, whole or one device's parts.
-          whole_sizes: of factors that only results have.
-        """
+        """Returns the shapes that the results must have for some operands; raises `ValueError` as `sizes`."""
         sizes = {**whole_sizes, **self.sizes(operands)}
         extra = sum(name.startswith(ELLIPSIS) for name in sizes)
         return [
@@ -207,10 +199,6 @@ def parse_rule(text: str, reduction: Mapping[str, str] | None = None, whole: Ite
       text: the rule.
       reduction: for each factor whose splitting leaves partial results what combines them: "sum", "max" or "min".
       whole: factors that must not be split.
-
-    Raises:
-      TypeError: the rule is not a string.
-      ValueError: the rule cannot be read, or factors are named that it does not have.
     """
     if not isinstance(text, str):
         raise TypeError(f"`rule` must be a string such as 'm k, k n -> m n', not {text!r}.")

@@ -61,11 +61,7 @@ def rule_of_partitioning(equation: core.JaxprEqn) -> Rule | None:
 
 
 def run_partitioning(equation: core.JaxprEqn, operands: Sequence[Any], parts: Parts) -> list[Any]:
-    """Runs an operation on parts: what its own `partition` returns for one device.
-
-    Raises:
-      ValueError: `partition` wants other parts than its rule allows.
-    """
+    """Runs an operation on parts: what its own `partition` returns for one device."""
     params = equation.params
     if not parts.is_split:
         return list(core.jaxpr_as_fun(params["call"])(*operands))

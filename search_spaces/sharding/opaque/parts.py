@@ -6,14 +6,7 @@ from search_spaces.partition_specs import IndexedSpec
 
 
 class Parts(NamedTuple):
-    """How the arrays of an opaque operation are split over a mesh.
-
-    Attributes:
-      operands: the spec of each operand.
-      results: the spec of each result before its reduction.
-      axis_names: of the mesh.
-      axis_sizes: devices along each axis.
-    """
+    """How the arrays of an opaque operation are split over a mesh."""
 
     operands: tuple[IndexedSpec, ...]
     results: tuple[IndexedSpec, ...]

@@ -10,9 +10,15 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import diffshard
-from diffshard.baselines.base import Argument, BaselineMesh, DoesNotApplyError, describe_arguments, tensor_splits
+from diffshard.baselines.base import (
+    BASELINES,
+    Argument,
+    BaselineMesh,
+    DoesNotApplyError,
+    describe_arguments,
+    tensor_splits,
+)
 from diffshard.baselines.plans import arguments_of, baseline_mesh_of
-from diffshard.baselines.shardings import BASELINES
 from diffshard.sharding_search.call import call_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import trace_function

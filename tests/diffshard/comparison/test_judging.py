@@ -11,8 +11,8 @@ import diffshard
 from diffshard.checks.compilation import CompiledStep
 from diffshard.checks.memory_plan import MemoryPlan
 from diffshard.checks.targets import Target
-from diffshard.comparison import compare, judging
-from diffshard.comparison.judging import CompilablePlan, judge
+from diffshard.comparison import compare
+from diffshard.comparison.compare import CompilablePlan, judge
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import space_of, trace_function
 from tests.diffshard.checks.small_schedules import RATES, program
@@ -40,7 +40,7 @@ def compiled_to(monkeypatch, memory=None, num_involuntary=0, *instructions):
         compiled_jobs.update(jobs)
         return {name: CompiledStep(program(*instructions), memory, num_involuntary, 1.0) for name in jobs}
 
-    monkeypatch.setattr(judging, "compile_steps", compile_steps)
+    monkeypatch.setattr(compare, "compile_steps", compile_steps)
     return compiled_jobs
 
 

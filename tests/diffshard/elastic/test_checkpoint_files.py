@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diffshard.elastic.checkpoint_files import divided, last_whole_checkpoint
-from diffshard.elastic.manifests import CheckpointError, read_manifest
+from diffshard.elastic.checkpoint_files import CheckpointError, divided, last_whole_checkpoint, read_manifest
 from diffshard.elastic.resume import take_over
 from diffshard.processes import Processes
 from tests.diffshard.elastic.small_training import resumed, train

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import diffshard
-from diffshard.elastic.manifests import CheckpointError, write_manifest
+from diffshard.elastic.checkpoint_files import CheckpointError, write_manifest
 from diffshard.elastic.ownership import OWNER
 from experiments.host_devices import host_mesh
 from tests.diffshard.elastic.small_training import batch_of, init, resumed, train, train_step

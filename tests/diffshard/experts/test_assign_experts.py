@@ -97,7 +97,7 @@ def test_missing_room_says_how_many_experts():
         ({"flops_per_s": "fast"}, "`flops_per_s` must be numbers"),
         ({"capacity": [1, 2, 3]}, r"`capacity` must be a whole number or one for each of 2 workers"),
         ({"expert_flops": [1e300, 2e300]}, r"`expert_flops` are too many for `flops_per_s`.*3e\+300 s"),
-        ({"time_limit_s": -1}, "`time_limit_s` must be positive or None, got -1"),
+        ({"time_limit_s": -1}, "`time_limit_s` must be a positive number of seconds or None, not -1"),
         ({"key": "x"}, "`key` must be a seed"),
         ({"progress": 3}, "`progress` must be a function .* not 3"),
         (

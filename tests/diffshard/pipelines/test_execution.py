@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from cost.pipeline_schedules import graph_of, in_flight
 from diffshard.pipelines.execution import StagedExecution, StageError
 from diffshard.pipelines.stage_calls import program_as_traced
-from search_spaces.pipelines.stage_keys import Label
+from search_spaces.pipelines.stage_labels import Label
 from tests.diffshard.pipelines.small_pipeline import (
     arguments,
     by_example,

@@ -18,7 +18,7 @@ from diffshard.pipelines.stage_memory import compiled_program
 from diffshard.plans.formats import format_s
 from search_spaces.pipelines import grouped_program
 from search_spaces.pipelines.example_groups import in_groups
-from search_spaces.pipelines.stage_keys import Label
+from search_spaces.pipelines.stage_labels import Label
 from search_spaces.pipelines.stage_programs import staged_step
 from search_spaces.replay import bind
 from tests.diffshard.pipelines import scanned_models, small_pipeline

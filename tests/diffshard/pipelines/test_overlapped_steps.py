@@ -13,7 +13,7 @@ from cost.pipeline_steps import overlapped_operations
 from diffshard.pipelines.execution import _Dispatch
 from diffshard.pipelines.plans.consistency import simulated
 from diffshard.pipelines.plans.text import format_s
-from search_spaces.pipelines.stage_keys import Label
+from search_spaces.pipelines.stage_labels import Label
 from tests.diffshard.pipelines.small_pipeline import check_close
 from tests.diffshard.pipelines.test_delayed_gradients import KEY, mlp, mlp_loss, step_of
 from tests.diffshard.pipelines.test_execution import Gate

@@ -17,7 +17,7 @@ from diffshard.pipelines.stage_function import StageFunction
 from diffshard.pipelines.stage_lifetimes import weigh
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import space_of, trace_function
-from search_spaces.pipelines.stage_keys import Label
+from search_spaces.pipelines.stage_labels import Label
 from search_spaces.pipelines.stage_programs import staged_step
 from search_spaces.pipelines.step_parts import step_parts
 from tests.diffshard.pipelines.small_pipeline import arguments, even_cuts, train_step

@@ -16,7 +16,7 @@ from diffshard.plans.base import PlannedObjective, PredictedCollective, TriedSha
 from diffshard.plans.comparison import ComparedPlan, Comparison
 from diffshard.plans.lanes import Lane, LaneBar
 from diffshard.plans.sections import Rematerialisation, Residual
-from diffshard.resharding.moves import Move
+from diffshard.resharding import Move
 from diffshard.tables.learned_cost import LearnedPrediction
 from search_spaces.embedding_tables.base import DEVICE, EVERY_DEVICE, HOST, EmbeddingTable, Piece, TableDevices
 from tests.diffshard.bilevel_search.plans.small_bilevel_plan import proved_plan

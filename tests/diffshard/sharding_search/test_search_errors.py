@@ -48,7 +48,7 @@ def test_foreign_files_are_refused(tmp_path, text, message):
         ({"hardware": SLOW, "in_shardings": PartitionSpec("modle")}, ValueError, "'modle'.*'x', 'y'"),
         ({"hardware": SLOW, "in_shardings": ("x",)}, TypeError, "`in_shardings`"),
         ({"hardware": SLOW, "in_shardings": PartitionSpec("x", "x")}, ValueError, "'x' splits two"),
-        ({"hardware": SLOW, "solver": 5}, TypeError, "`solver`"),
+        ({"hardware": SLOW, "solver": 5}, ValueError, "`solver`"),
         ({"hardware": SLOW, "donate_argnums": 1, "static_argnums": 1}, ValueError, "share a position"),
         ({"hardware": SLOW, "donate_argnums": 1.5}, ValueError, r"`donate_argnums` must be positions.*\(1.5,\)"),
         ({"hardware": SLOW, "static_argnums": "0"}, ValueError, "`static_argnums` must be positions"),

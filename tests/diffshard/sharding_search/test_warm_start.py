@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import diffshard
-from diffshard.sharding_search.warm_start import start_of
+from diffshard.sharding_search.plan_store import start_of
 from search_spaces.sharding.space import ShardingSpace
 from tests.diffshard.sharding_search.small_searches import SLOW, train_arguments, train_step
 

@@ -10,7 +10,7 @@ from cost.base import Problem, num_strategies
 from cost.evaluation import change_costs, evaluate, relaxed_cost
 from diffshard.solving import form
 from diffshard.solving.form import has_few_pairs, is_node_form, node_form
-from diffshard.solving.objectives.largest_loads import split_loads
+from diffshard.solving.objectives.objective import split_loads
 from diffshard.solving.solve import solve
 from tests.diffshard.solving.random_problems import small_problem
 

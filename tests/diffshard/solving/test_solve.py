@@ -42,7 +42,7 @@ def test_unknown_solvers_are_refused_with_those_that_exist():
     [
         ({"solver": 3}, "`solver` must be one of .*, or a function; got 3"),
         ({"key": "x"}, "`key` must be a seed below 2\\^63, a JAX random key or None, got 'x'"),
-        ({"time_limit_s": "3"}, "`time_limit_s` must be positive or None, got '3'"),
+        ({"time_limit_s": "3"}, "`time_limit_s` must be a positive number of seconds or None, not '3'"),
     ],
 )
 def test_arguments_of_the_wrong_kind_are_refused(words, said):
@@ -52,7 +52,7 @@ def test_arguments_of_the_wrong_kind_are_refused(words, said):
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, math.nan])
 def test_time_limits_are_positive(limit):
-    with pytest.raises(ValueError, match="`time_limit_s` must be positive"):
+    with pytest.raises(ValueError, match="`time_limit_s` must be a positive"):
         solve(TWO, time_limit_s=limit)
 
 

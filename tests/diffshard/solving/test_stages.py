@@ -9,11 +9,10 @@ import pytest
 from cost.base import Problem, num_strategies
 from cost.evaluation import Evaluator, evaluate
 from diffshard.base import Proposal
-from diffshard.solving.limited_times import LimitedTimes
 from diffshard.solving.presolve.base import identity
 from diffshard.solving.quotient import merge_classes
 from diffshard.solving.solve import solve
-from diffshard.solving.stages import TIE_GAP
+from diffshard.solving.stages import TIE_GAP, LimitedTimes
 from tests.diffshard.solving.random_problems import optimum, small_problem
 
 MOST_CHOICES = 30_000  # that brute force looks at

@@ -112,7 +112,7 @@ def test_costs_are_learned_from_the_devices_at_hand(monkeypatch, space):
     [
         ({"cost": "h100"}, "`cost` must be a LearnedTableCost"),
         ({"solver": "exact"}, "`cost` has a search of its own"),
-        ({"time_limit_s": 0}, "`time_limit_s` must be positive"),
+        ({"time_limit_s": 0}, "`time_limit_s` must be a positive number"),
         ({"key": "a"}, "`key` must be a seed"),
     ],
 )

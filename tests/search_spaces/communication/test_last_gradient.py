@@ -9,8 +9,7 @@ import pytest
 
 import diffshard
 from search_spaces.communication.base import INT4, INT8
-from search_spaces.communication.last_gradient import LastGradient
-from search_spaces.communication.strategies import Encode, ErrorFeedback, EveryK, Exact, Schedule
+from search_spaces.communication.strategies import Encode, ErrorFeedback, EveryK, Exact, LastGradient, Schedule
 from tests.search_spaces.communication.small_communication import (
     BATCH,
     HARDWARE,

@@ -14,7 +14,7 @@ from search_spaces.communication.collectives import decode, encode
 from search_spaces.sharding.base import Coded
 from search_spaces.sharding.codes import FORMATS
 from search_spaces.sharding.kept_codes import LateReads
-from search_spaces.sharding.memory_use import memory_use
+from search_spaces.sharding.memory import memory_use
 from search_spaces.sharding.number_formats import KeptInCodes, MixedProducts
 
 ROWS, WIDTH = 8, 16

@@ -6,8 +6,7 @@ import pytest
 from jax import lax
 
 from search_spaces.sharding.graph import follows_contraction
-from search_spaces.sharding.loops import bytes_of_trips, carries_waited_for, loops_of
-from search_spaces.sharding.reshard_costs import CollectiveShares
+from search_spaces.sharding.reshard_costs import CollectiveShares, bytes_of_trips, carries_waited_for, loops_of
 from tests.search_spaces.sharding.small_spaces import array, graph_of
 
 

@@ -14,12 +14,12 @@ from diffshard.sharding_search.layout import layout_of
 from diffshard.sharding_search.number_formats import groups_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import space_of, trace_function
-from search_spaces.sharding import interpreter, messages, scheduling
+from search_spaces.sharding import interpreter, resharding, scheduling
 from search_spaces.sharding.edge_costs import edge_transfer_s
-from search_spaces.sharding.messages import maximum_step, message_of
 from search_spaces.sharding.number_formats import MixedProducts
 from search_spaces.sharding.number_formats import rounded as round_block
 from search_spaces.sharding.product_formats import FORMATS, is_backward, takes, takes_formats
+from search_spaces.sharding.resharding import maximum_step, message_of
 
 ROWS, WIDTH = 6, 8
 
@@ -188,7 +188,7 @@ def test_weights_are_gathered_as_codes_with_the_same_numbers(monkeypatch):
     text = str(jax.make_jaxpr(program)(*params, batch))
     assert re.findall(r"f8_e4m3fn\[64,64\] = all_gather", text)
     assert not re.findall(r"f32\[64,64\] = all_gather", text)
-    for module in (messages, interpreter, scheduling):
+    for module in (resharding, interpreter, scheduling):
         monkeypatch.setattr(module, "is_message_coded", lambda *arguments: False)
     after = space.device_program(layout_of(plan, space), mesh)
     assert re.findall(r"f32\[64,64\] = all_gather", str(jax.make_jaxpr(after)(*params, batch)))

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from cost.base import FORBIDDEN, Problem
-from diffshard.solving.dual.ascent import Ascent
-from diffshard.solving.dual.branching import Branching
+from diffshard.solving.dual.ascent import Ascent, Branching
 from diffshard.solving.flat import flatten, with_ceiling
 from experiments.fuzzing.truth import Truth
 from tests.diffshard.solving.random_problems import EMPTY, small_problem

@@ -9,7 +9,7 @@ from cost.base import Problem
 from cost.evaluation import evaluate
 from diffshard.solving.flat import chosen_cost, flatten, with_ceiling
 from diffshard.solving.moves.balance import Balance
-from diffshard.solving.phases.balancing import Balancing
+from diffshard.solving.phases.improving import Balancing
 from diffshard.solving.presolve.base import identity
 from diffshard.solving.solve import solve
 from diffshard.solving.solvers import gradient

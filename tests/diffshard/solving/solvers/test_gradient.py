@@ -9,14 +9,9 @@ import pytest
 
 from cost.base import Problem
 from cost.evaluation import evaluate
-from diffshard.solving.phases.annealing import Annealing
 from diffshard.solving.phases.base import Phase
-from diffshard.solving.phases.branches import Branches
-from diffshard.solving.phases.climb import DualClimb
-from diffshard.solving.phases.neighbourhoods import Neighbourhoods
-from diffshard.solving.phases.quotient_start import QuotientStart
-from diffshard.solving.phases.starts import DualStarts
-from diffshard.solving.phases.walks import Walks
+from diffshard.solving.phases.improving import Annealing, Branches, Neighbourhoods, Walks
+from diffshard.solving.phases.starts import DualClimb, DualStarts, QuotientStart
 from diffshard.solving.presolve.base import identity
 from diffshard.solving.presolve.pipeline import presolve
 from diffshard.solving.solve import solve

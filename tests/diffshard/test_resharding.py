@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 import diffshard
-from diffshard.resharding import reshard as reshard_module
+from diffshard import resharding as reshard_module
 
 
 def mesh_of(shape, names, first=0):

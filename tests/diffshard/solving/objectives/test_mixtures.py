@@ -7,7 +7,7 @@ import pytest
 
 from cost.evaluation import Evaluator
 from cost.quantities import amounts_of
-from diffshard.solving.objectives.descent import Descent
+from diffshard.solving.objectives.mixtures import Descent
 from diffshard.solving.objectives.objective import Objective, PricedObjective
 from tests.diffshard.solving.objectives.test_minimise import longest_path, peak, random_problem, slowest
 

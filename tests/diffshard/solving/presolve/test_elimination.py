@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from diffshard.solving.presolve import domination
+from diffshard.solving.presolve import elimination
 from diffshard.solving.presolve.base import Memo
-from diffshard.solving.presolve.domination import undominated_strategies
+from diffshard.solving.presolve.elimination import undominated_strategies
 
 
 def dominates(s, t, cost, matrices, tables):
@@ -34,7 +34,7 @@ def kept(cost, matrices, tables):
 @pytest.mark.parametrize("numbers_per_block", [1, 1 << 20])
 @pytest.mark.parametrize("forbidden", [0.0, 0.2])
 def test_exactly_the_dominated_strategies_are_left_out(forbidden, numbers_per_block, monkeypatch):
-    monkeypatch.setattr(domination, "NUMBERS_PER_BLOCK", numbers_per_block)
+    monkeypatch.setattr(elimination, "NUMBERS_PER_BLOCK", numbers_per_block)
     num_kept = num_left_out = 0
     for seed in range(150):
         rng = np.random.default_rng(seed)

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 
 from cost.base import Link
-from diffshard.resharding.moves import Devices, move_s, moved_bytes
+from diffshard.resharding import Devices, move_s, moved_bytes
 from search_spaces.partition_specs import named_spec, partition_spec
 from search_spaces.sharding.spec import specs_of_shape
 

@@ -1,1 +1,0 @@
-"""Moves arrays between plans and meshes, and says what that takes."""
