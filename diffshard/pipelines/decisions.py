@@ -35,6 +35,7 @@ from search_spaces.pipelines.stage_programs import StagedStep, copy_of
 T = TypeVar("T")
 _FORMAT, _VERSION = "diffshard stored pipeline", 2
 _PROGRAM = "the program that the function traces to"
+DAMAGED_DECISIONS = "The decisions of the plan are not those of its stages: it is damaged, or of other hardware."
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,11 @@ class RecordingProcesses(Processes):
 
 @dataclass(frozen=True)
 class DecidedProcesses(Processes):
-    """Processes that take decisions from a plan, in its order, and decide only what comes after all of them.
+    """Processes that take decisions from a plan, in its order, and decide nothing themselves.
 
     Attributes:
       decisions: of the plan.
-      taken: what was decided so far.
+      taken: what was taken so far.
     """
 
     decisions: tuple[Decision, ...] = ()
@@ -74,16 +75,16 @@ class DecidedProcesses(Processes):
 
     @property
     def are_taken(self) -> bool:
-        """Tells whether all decisions of the plan are taken, and nothing else was decided."""
+        """Tells whether all decisions of the plan are taken."""
         return len(self.taken) == len(self.decisions)
 
     def _from_first(
         self, what: str, name: str, make: Callable[[], T], pack: Callable[[T], bytes], unpack: Callable[[bytes], T]
     ) -> T:
+        if self.are_taken:
+            raise PlanError(f"{DAMAGED_DECISIONS} It does not decide to {what}.")
+        decision = self.decisions[len(self.taken)]
         self.taken.append(what)
-        if len(self.taken) > len(self.decisions):
-            return super()._from_first(what, name, make, pack, unpack)
-        decision = self.decisions[len(self.taken) - 1]
         if decision.what != what:
             raise PlanError(f"The plan decides to {decision.what}, where the function asks to {what}.")
         return unpack(json.dumps(decision.content).encode())

@@ -8,6 +8,7 @@ from diffshard.base import PlanError
 from diffshard.pipelines.course import Course
 from diffshard.pipelines.cutting import UncutStep
 from diffshard.pipelines.decisions import (
+    DAMAGED_DECISIONS,
     ChosenPipeline,
     DecidedProcesses,
     RecordingProcesses,
@@ -75,7 +76,7 @@ def applied_pipeline(
     except DAMAGE as error:
         raise PlanError(f"The decisions of the plan are damaged: {error}.") from None
     if not decided.are_taken or _layout(found.plan) != _layout(plan):
-        raise PlanError("The decisions of the plan are not those of its stages: it is damaged, or of other hardware.")
+        raise PlanError(DAMAGED_DECISIONS)
     return found._replace(plan=plan)
 
 

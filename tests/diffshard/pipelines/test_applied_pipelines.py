@@ -138,6 +138,14 @@ def test_the_start_of_the_first_process_is_that_of_all(planned, monkeypatch):
     assert not sent
 
 
+def test_a_plan_without_its_last_decisions_is_refused_before_anything_is_searched(planned, monkeypatch):
+    refuse_to_search(monkeypatch)
+    for left in (1, 2):  # without the shardings of the stages, and without the plans of their programs
+        plan = dataclasses.replace(planned[1], decisions=planned[1].decisions[:left])
+        with pytest.raises(diffshard.PlanError, match="The decisions of the plan are not those of its stages"):
+            applied(plan).plan(*arguments())
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -156,7 +164,7 @@ def test_the_start_of_the_first_process_is_that_of_all(planned, monkeypatch):
         ),
         (
             lambda plan: applied(dataclasses.replace(plan, decisions=plan.decisions[:-1])).plan(*arguments()),
-            "The decisions of the plan are not those of its stages",
+            "The decisions of the plan are not those of its stages.* It does not decide to",
         ),
         (
             lambda plan: applied(dataclasses.replace(plan, decisions=plan.decisions[1:])).plan(*arguments()),
