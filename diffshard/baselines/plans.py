@@ -21,7 +21,7 @@ from diffshard.baselines.base import (
 from diffshard.plans.base import LogicalAxisRules
 from diffshard.plans.file import from_json, to_json
 from diffshard.processes import errors_for_all, processes_of
-from diffshard.sharding_search.fingerprints import device_facts, facts_of
+from diffshard.sharding_search.fingerprints import facts_of, run_facts
 from diffshard.sharding_search.logical_axes import checked_rules
 from diffshard.sharding_search.options import Options, options_of, positions
 from diffshard.sharding_search.plan import Plan
@@ -145,7 +145,7 @@ def _plans_of_first_process(options: Options, args: Sequence[Any], wanted: "_Wan
 
     def facts(traced_function: TracedFunction) -> dict[str, str]:
         arguments = {f"`{name}`": value_text(value) for name, value in wanted.items()}
-        return {**facts_of(options, traced_function), **device_facts(options), **arguments}
+        return {**facts_of(options, traced_function), **run_facts(options), **arguments}
 
     processes, what = processes_of(options.mesh), f"make plans of baselines for {options.function_name}"
     traced_function = processes.alike(what, lambda: trace_function(options, args), facts)

@@ -26,7 +26,7 @@ from diffshard.pipelines.stage_search import StageLayout
 from diffshard.plans.documents import DAMAGE, check_checksum, check_stored, read, text_of
 from diffshard.plans.json_values import from_json_values, to_json_values
 from diffshard.processes import Processes
-from diffshard.sharding_search.fingerprints import digest_of, key_text, versions
+from diffshard.sharding_search.fingerprints import digest_of, key_text, setting_facts, versions
 from diffshard.sharding_search.program_text import program_text, value_text
 from search_spaces.partition_specs import NamedSpec
 from search_spaces.pipelines.stage_labels import Key
@@ -166,6 +166,7 @@ def request_facts(options: PipelineOptions) -> dict[str, str]:
         "`donate_argnums`": value_text((options.donate_argnums, options.donate_argnames)),
         "the cluster": str(options.cluster),
         "the devices of the cluster": str(devices),
+        **setting_facts(),
     }
 
 

@@ -23,7 +23,8 @@ from diffshard.pipelines.static_arguments import check_static, static_call, with
 from diffshard.plans.formats import format_bytes, format_count, format_s
 from diffshard.plans.page_elements import NOT_PLANNED, planned_function_element
 from diffshard.processes import Processes, errors_for_all, processes_of
-from diffshard.sharding_search.call import array_types, split
+from diffshard.sharding_search.call import array_types, jax_settings, split
+from diffshard.sharding_search.fingerprints import check_facts
 from diffshard.sharding_search.mesh_candidates import mesh_of_all
 from diffshard.sharding_search.options import positional_names, signature_of
 
@@ -248,7 +249,7 @@ class PipelinedFunction(Generic[PlanT]):
 
     def _prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Prepared:
         arrays, structure = split((tuple(args), _sorted(kwargs)))
-        key = structure, array_types(arrays)
+        key = structure, array_types(arrays), jax_settings()
         if key not in self._prepared:
             self._prepared[key] = _Prepared(self._agreed_pipeline(args, kwargs))
         return self._prepared[key]
@@ -265,9 +266,9 @@ class PipelinedFunction(Generic[PlanT]):
         """
         mesh = mesh_of_all(self.options.cluster)
         processes, what = self._processes, "search a pipeline"
+        processes.check_alike(what, {**request_facts(self.options), **check_facts(self.options.checks_numbers)})
         if self.options.checks_numbers:
             check_can_be_held(self.options, processes)
-        processes.check_alike(what, request_facts(self.options))
         name = getattr(self.options.fn, "__name__", "function")
         with errors_for_all(mesh, what), live_line(f"searching a pipeline of {name}", self.options.progress) as line:
             found = self._find(self.options, args, kwargs, processes, line)

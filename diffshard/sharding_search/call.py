@@ -130,6 +130,12 @@ def split(tree: Any) -> tuple[list[Any], Structure]:
     return arrays, Structure(treedef, tuple(constants))
 
 
+def jax_settings() -> tuple[bool, str | None]:
+    """Returns the settings of JAX on which what is traced and compiled depends, besides the call."""
+    config: Any = jax.config
+    return config.jax_enable_x64, config.jax_default_matmul_precision
+
+
 def abstract_split(tree: Any) -> tuple[list[jax.ShapeDtypeStruct], Structure]:
     """Returns shapes and dtypes of the arrays of a pytree, and its structure."""
     arrays, structure = split(tree)

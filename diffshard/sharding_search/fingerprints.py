@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from diffshard.plans.base import PlanData
 from diffshard.plans.json_values import to_json_values
+from diffshard.sharding_search.call import jax_settings
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.program_text import program_text, value_text
 from diffshard.sharding_search.tracing import TracedFunction
@@ -48,10 +49,15 @@ def function_digest(traced_function: TracedFunction) -> str:
     return digest_of({**_arguments(traced_function), **_program(traced_function)})
 
 
-def device_facts(options: Options) -> dict[str, str]:
-    """Returns the devices of a mesh, whose order has to be the same in all processes."""
+def run_facts(options: Options) -> dict[str, str]:
+    """Returns what does not decide the plan, but has to be the same in all processes that run it."""
     devices = options.mesh.devices.flat if isinstance(options.mesh, Mesh) else ()
-    return {"the devices of `mesh`": str([device.id for device in devices])}
+    return {"the devices of `mesh`": str([device.id for device in devices]), **check_facts(options.checks_numbers)}
+
+
+def check_facts(checks_numbers: bool) -> dict[str, str]:
+    """Returns whether first calls are held against another run, which all processes take part in or none."""
+    return {'`check` "numbers"': "given" if checks_numbers else "not given"}
 
 
 def plan_facts(plan: PlanData) -> dict[str, str]:
@@ -106,10 +112,15 @@ def _program(traced_function: TracedFunction) -> dict[str, str]:
     """Returns what is computed, and by which versions it is traced and planned."""
     return {
         **versions(),
-        "`jax_default_matmul_precision`": str(jax.config.jax_default_matmul_precision),  # pyright: ignore[reportAttributeAccessIssue]
+        **setting_facts(),
         "what the results replace in the next call": value_text(tuple(traced_function.graph.feedback)),
         _PROGRAM: program_text(traced_function.jaxpr),
     }
+
+
+def setting_facts() -> dict[str, str]:
+    """Returns the settings of JAX that a program has when it is compiled, and that are not in its text."""
+    return {"`jax_default_matmul_precision`": str(jax_settings()[1])}
 
 
 def versions() -> dict[str, str]:

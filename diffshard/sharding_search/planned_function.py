@@ -20,9 +20,17 @@ from diffshard.plans.page import format_page
 from diffshard.plans.page_elements import NOT_PLANNED, planned_function_element
 from diffshard.processes import errors_for_all, processes_of
 from diffshard.rare_collections import rare_collections
-from diffshard.sharding_search.call import Call, Structure, array_types, bound_arguments, call_of, split
+from diffshard.sharding_search.call import (
+    Call,
+    Structure,
+    array_types,
+    bound_arguments,
+    call_of,
+    jax_settings,
+    split,
+)
 from diffshard.sharding_search.executors import FlatFunction, flat_function
-from diffshard.sharding_search.fingerprints import device_facts, facts_of
+from diffshard.sharding_search.fingerprints import facts_of, run_facts
 from diffshard.sharding_search.numbers_check import NumbersCheck
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.request import PlanRequest
@@ -134,7 +142,7 @@ class PlannedFunction(Generic[PlanT]):
           ValueError: the mesh is abstract.
         """
         last, arrays = self._last, None
-        if last is not None and last.settings == _settings():
+        if last is not None and last.settings == jax_settings():
             arrays = last.call.structure.arrays_of(bound_arguments(self.options, args, kwargs))
         if last is not None and arrays is not None:
             try:
@@ -187,7 +195,7 @@ class PlannedFunction(Generic[PlanT]):
         """Returns what runs a call, and its flat arrays. A search that the user may not expect is told."""
         with errors_for_all(self.options.mesh, f"plan {self.options.function_name} together"):
             arrays, structure = split(bound_arguments(self.options, args, kwargs))
-            key = structure, array_types(arrays), _settings()
+            key = structure, array_types(arrays), jax_settings()
             if key not in self._prepared:
                 # Not of a trace that this may be under, which is another matter.
                 with jax.core.eval_context(), rare_collections():
@@ -221,7 +229,7 @@ class PlannedFunction(Generic[PlanT]):
             flat = make_flat()
             make_flat = lambda: flat  # noqa: E731
         name = getattr(options.fn, "__name__", "function")
-        prepared = _Prepared(plan, call, make_flat, traced_function.result, _settings(), name)
+        prepared = _Prepared(plan, call, make_flat, traced_function.result, jax_settings(), name)
         if isinstance(options.mesh, Mesh) and (options.checks_numbers or plan.executor == "propagation"):
             prepared.make_check = partial(NumbersCheck, plan, traced_function, space, options.mesh)
         if options.checks_numbers and prepared.make_check is not None:
@@ -237,7 +245,7 @@ class PlannedFunction(Generic[PlanT]):
         options = self.options
 
         def facts(traced_function: TracedFunction) -> dict[str, str]:
-            return {**facts_of(options, traced_function), **device_facts(options)}
+            return {**facts_of(options, traced_function), **run_facts(options)}
 
         what = f"plan {options.function_name} together"
         return processes_of(options.mesh).alike(what, lambda: trace_call(options, call), facts)
@@ -279,7 +287,7 @@ class PlannedFunction(Generic[PlanT]):
         earlier_calls = [
             prepared.call
             for prepared in self._prepared.values()
-            if prepared.call.structure == call.structure and prepared.settings == _settings()
+            if prepared.call.structure == call.structure and prepared.settings == jax_settings()
         ]
         if not earlier_calls:
             return
@@ -312,11 +320,6 @@ def _differences(call: Call, earlier: Call) -> list[str]:
 
 def _type_text(array: jax.ShapeDtypeStruct) -> str:
     return f"{array.dtype}{list(array.shape)}{' of a weak type' * array.weak_type}"
-
-
-def _settings() -> tuple[Any, ...]:
-    """Returns the settings of JAX on which what is traced depends."""
-    return jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _with_space(options: Options, traced_function: TracedFunction) -> tuple[Options, ShardingSpace]:

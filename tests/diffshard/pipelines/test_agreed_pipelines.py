@@ -22,6 +22,10 @@ try:
 except diffshard.ProcessesError as error:
     print("differs:", str(error).replace(chr(10), " "), flush=True)
 try:
+    pipelined(4, check=None if process == 0 else "numbers").plan(*small_pipeline.arguments())
+except diffshard.ProcessesError as error:
+    print("checks differ:", str(error), flush=True)
+try:
     pipelined(4, memory_limit_bytes=64.0).plan(*small_pipeline.arguments())
 except diffshard.InfeasibleError as error:
     print("does not fit:", str(error).replace(chr(10), " "), flush=True)
@@ -56,6 +60,7 @@ def test_processes_agree_on_a_pipeline(tmp_path):
     for output in outputs:
         assert "differs:" in output.stdout
         assert "`pipeline`" in output.stdout
+        assert 'checks differ: The processes cannot search a pipeline: `check` "numbers" is not given' in output.stdout
         assert "does not fit: No pipeline of train_step" in output.stdout
         assert "stages: 2 own: True" in output.stdout
     (first,), (other,) = (

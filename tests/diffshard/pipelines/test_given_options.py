@@ -118,3 +118,15 @@ def test_an_option_of_the_stages_is_another_question(tmp_path):
     assert plan(in_shardings=(None, X)).stored_in == ""
     assert plan(in_shardings=(None, X)).stored_in != ""
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_another_precision_of_products_is_another_program():
+    step, args = search(devices=2), mlp_arguments(1)
+    step(*args)
+    with jax.default_matmul_precision("highest"):
+        plan = step.plan(*args)
+        programs = step.execution(*args)
+        check_close(step(*args), jax.jit(mlp_step)(*args))
+    assert step.execution(*args) is not programs
+    assert step.plan(*args).question != plan.question
+    assert len(step._plans) == 2

@@ -113,6 +113,7 @@ result["elsewhere"] = message_of(lambda: diffshard.elastic.reshard(made, plan, o
 result["one device"] = message_of(lambda: searched(check="numbers").plan(state, batch))
 result["limits"] = message_of(lambda: searched(memory_limit_bytes=8e9 - process).plan(state, batch))
 other = {**state, "down": state["down"].astype(np.float16 if process else np.float32)}
+result["check"] = message_of(lambda: searched(check="numbers" if process else None).plan(state, batch))
 result["types"] = message_of(lambda: searched().plan(other, batch))
 result["given"] = message_of(
     lambda: searched(in_shardings=(None, jax.P("data" if process else "model"))).plan(state, batch)
@@ -214,6 +215,7 @@ def test_all_processes_choose_the_same_shape_of_the_mesh(results: list[dict]):
     ("name", "said"),
     [
         ("limits", "`memory_limit_bytes` is 8000000000.0 in process 0 and 7999999999.0 in process 1"),
+        ("check", '`check` "numbers" is not given in process 0 and given in process 1'),
         ("types", "`state['down']` is float32[512,256] in process 0 and float16[512,256] in process 1"),
         ("given", "`batch[0]` is float32[512,256] given as P('model',) in process 0 and float32"),
         ("devices", "the devices of `mesh` is [0, 1, 2, 3, "),
