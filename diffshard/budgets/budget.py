@@ -1,5 +1,6 @@
 """`budget` plans a function for several phases with different devices, together with the moves of its state."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -75,11 +76,12 @@ def budget(
         warn_of_whole_work(plan)
     # With durations the bound is a number of steps that nothing exceeds.
     lower_bound_s = mean_step_s(phases, bound, bound if job.has_durations else chosen.total_steps)
+    lower_bound_s = min(lower_bound_s, mean_step_s(phases, chosen.total_s, chosen.total_steps))
     return Budget(
         phases=tuple(replace(phase, device_ids=phase.devices) for phase in phases),
         chosen=chosen,
         alone=job.plans(alone),
-        lower_bound_s=min(lower_bound_s, mean_step_s(phases, chosen.total_s, chosen.total_steps)),
+        lower_bound_s=lower_bound_s if math.isfinite(lower_bound_s) else 0.0,  # durations too short for any step
         status=solution.status,
         search_s=time.perf_counter() - start_s,
         fn=fn,

@@ -127,9 +127,21 @@ class Job(NamedTuple):
         return Outcome(tuple(candidates), tuple(moves), tuple(num_steps))
 
     def num_steps(self, phase: int, candidate: Candidate, move_s: float) -> float:
-        """Returns the steps of a phase after a move into it; 0 where the move takes longer than the phase."""
+        """Returns the steps of a phase after a move into it; 0 where the move takes longer than the phase.
+
+        Raises:
+          ValueError: steps that take no time are to fill a duration.
+        """
         steps, duration_s = self.phases[phase].num_steps, self.phases[phase].duration_s
-        return float(steps) if steps is not None else max((duration_s or 0.0) - move_s, 0.0) / candidate.step_s
+        if steps is not None or duration_s is None:
+            return float(steps or 0)
+        if not candidate.step_s:
+            name = self.requests[phase].options.hardware.name
+            raise ValueError(
+                f"`Phase.duration_s` {duration_s!r} of phase {phase} has no number of steps: a step takes no time by "
+                f"the rates of the hardware {name!r}. Give `num_steps`, or hardware with rates."
+            )
+        return max(duration_s - move_s, 0.0) / candidate.step_s
 
     def cost(self, phase: int, candidate: Candidate, move_s: float) -> float:
         """Returns what a phase and the move into it add to the total: seconds, or steps, which count as negative."""

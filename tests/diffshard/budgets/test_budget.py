@@ -136,6 +136,20 @@ def test_durations_are_filled_with_the_most_steps():
     assert "steps, " in str(short)
 
 
+def test_durations_too_short_for_a_step_have_no_bound_and_those_of_steps_without_time_no_number(tmp_path):
+    def timed(duration_s, flops_per_s):
+        links = {axis: diffshard.Link(0.0, 0.0) for axis in ("x", "y")}
+        hardware = diffshard.Hardware("test", flops_per_s, math.inf, math.inf, links)
+        return [Phase(mesh=mesh, duration_s=duration_s, hardware=hardware) for mesh in (LARGE, SMALL)]
+
+    found = diffshard.elastic.budget(descend, timed(math.ulp(0.0), 1e-3), *ARGUMENTS)
+    assert (found.chosen.total_steps, found.step_s, found.lower_bound_s) == (0.0, math.inf, 0.0)
+    found.save(tmp_path / "budget.json")
+    assert str(diffshard.elastic.Budget.load(tmp_path / "budget.json")) == str(found)
+    with pytest.raises(ValueError, match=r"`Phase.duration_s` 1.0 of phase 0 .* by the rates of the hardware 'test'"):
+        diffshard.elastic.budget(descend, timed(1.0, math.inf), *ARGUMENTS)
+
+
 def test_a_job_goes_on_through_all_phases_as_on_one_device():
     meshes = [
         jax.make_mesh(sizes, ("x", "y"), (AxisType.Auto,) * 2, devices=jax.devices()[:n])
