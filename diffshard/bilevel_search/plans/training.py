@@ -116,9 +116,10 @@ def choice_in(plan: BilevelPlanData, strategies: Sequence[str], space: LossySpac
     Raises:
       PlanError: the space is for another mesh, or lacks a node or a strategy, or has a node more; names the first.
     """
-    if dict(plan.mesh_axes) != dict(space.mesh_axes):
+    if list(plan.mesh_axes.items()) != list(space.mesh_axes.items()):
         raise PlanError(
-            f"The plan is for a mesh of axes {dict(plan.mesh_axes)}, and `space` for {dict(space.mesh_axes)}."
+            f"The plan is for a mesh of axes {dict(plan.mesh_axes)} in this order, and `space` for "
+            f"{dict(space.mesh_axes)}."
         )
     unused_nodes: dict[str, list[int]] = {}
     for v, name in enumerate(space.node_names):

@@ -161,8 +161,8 @@ def _renamed(params, batch):
         return loss_fn(params, batch)
 
 
-def _other_mesh():
-    return CommunicationSpace(loss_fn, {**MESH, "data": 4}, *arguments(), SPECS, P("data"), strategies=STRATEGIES)
+def _on(mesh):
+    return CommunicationSpace(loss_fn, mesh, *arguments(), SPECS, P("data"), strategies=STRATEGIES)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,14 @@ def _other_mesh():
             lambda: small_space(tie=None),
             "has a node 'matrices over data and model gradient', which `space` does not have",
         ),
-        (_other_mesh, r"for a mesh of axes .*'data': 2, 'model': 4.*, and `space` for .*'data': 4"),
+        (
+            lambda: _on({**MESH, "data": 4}),
+            r"for a mesh of axes .*'data': 2, 'model': 4.*, and `space` for .*'data': 4",
+        ),
+        (  # devices have other neighbours, and so other parts of the arrays
+            lambda: _on(dict(reversed(MESH.items()))),
+            r"for a mesh of axes {'data': 2, 'model': 4} in this order, and `space` for {'model': 4, 'data': 2}",
+        ),
     ],
 )
 def test_a_space_that_does_not_fit_is_refused(make_space, message):
