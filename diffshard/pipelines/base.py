@@ -32,7 +32,8 @@ class Pipeline:
       batch_means: what a gradient reads that needs a mean over the batch, as that of a product of two means does, such
         as the balancing loss of a mixture of experts. No micro-batch knows the "whole" one before all have run, so that
         such steps are refused; with "each_microbatch" each takes its own, which is the gradient of the mean of the
-        micro-batches' losses. Losses themselves are those of the whole batch either way.
+        micro-batches' losses, and does not go with gradients that are reduced "once". Losses themselves are those of
+        the whole batch either way.
 
     Raises:
       ValueError: a number or a name breaks its rule.
@@ -77,7 +78,7 @@ class Pipeline:
                 "`Pipeline.max_replicas` must be 1 with the schedule '2bw', and where gradients are reduced only once: "
                 f"replicas add up their own sums when a step ends; got {self.max_replicas!r}."
             )
-        _check_batch_means(self.batch_means)
+        _check_batch_means(self.batch_means, self.gradient_reductions)
         for name in ("schedules", "gradient_reductions", "residuals"):
             given = getattr(self, name)
             if not isinstance(given, str) and len(set(given)) < len(given):
@@ -105,6 +106,12 @@ class Pipeline:
         return (given,)
 
 
-def _check_batch_means(batch_means: Any) -> None:
+def _check_batch_means(batch_means: Any, gradient_reductions: Sequence[GradientReduction]) -> None:
     if batch_means not in get_args(BatchMeans):
         raise ValueError(f"`Pipeline.batch_means` must be one of {get_args(BatchMeans)}, not {batch_means!r}.")
+    if batch_means == "each_microbatch" and "once" in gradient_reductions:
+        raise ValueError(
+            '`Pipeline(batch_means="each_microbatch")` cannot be given together with `gradient_reductions` '
+            f"{tuple(gradient_reductions)!r}: gradients that are reduced once are those of groups of examples, which "
+            "do not know the means of their micro-batch."
+        )

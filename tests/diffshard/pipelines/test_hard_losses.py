@@ -127,3 +127,5 @@ def test_what_examples_themselves_read_of_the_batch_stays_refused():
         search(gradient_step(loss), pipeline).plan(normal(16, 4), normal(32, 16))
     with pytest.raises(ValueError, match=r"`Pipeline.batch_means` must be one of"):
         dataclasses.replace(PIPELINE, batch_means="none")
+    with pytest.raises(ValueError, match=r'batch_means="each_microbatch"\)` cannot .* `gradient_reductions` \(.*once'):
+        dataclasses.replace(pipeline, gradient_reductions=("each_microbatch", "once"))
