@@ -5,9 +5,9 @@ documentation read them. `lazy_names` reads the same lines when the program runs
 """
 
 import ast
-import importlib
+import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 
@@ -20,7 +20,8 @@ def lazy_names(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str
 
     def get(name: str) -> Any:
         if name not in origin:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+            advice = "" if name.startswith("_") else _advice(module, name, origin)
+            raise AttributeError(f"module {module!r} has no attribute {name!r}{advice}")
         is_module = origin[name] == module
         value = importlib.import_module(f"{module}.{name}" if is_module else origin[name])
         value = value if is_module else getattr(value, name)
@@ -30,10 +31,26 @@ def lazy_names(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str
     return get, lambda: sorted({*vars(sys.modules[module]), *origin}), sorted(origin)
 
 
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Returns the end of an error about a name that is not known: `. Did you mean 'search'?`; "" if none is like it."""
+    import difflib
+
+    near = difflib.get_close_matches(name, names, n=1)
+    return f". Did you mean {near[0]!r}?" if near else ""
+
+
+def _advice(module: str, name: str, origin: Mapping[str, str]) -> str:
+    """Returns the end of an error about a name that a module does not have: where it is, or which is like it."""
+    for topic in (topic for topic, source in origin.items() if source == module):
+        if name in _origins(f"{module}.{topic}"):
+            return f". Did you mean '{module}.{topic}.{name}'?"
+    return did_you_mean(name, origin)
+
+
 def _origins(module: str) -> dict[str, str]:
     """Returns the module that each name is imported from; the module itself for those that are its submodules."""
-    loader: Any = sys.modules[module].__loader__
-    tree = ast.parse(loader.get_source(module))
+    spec: Any = importlib.util.find_spec(module)
+    tree = ast.parse(spec.loader.get_source(module))
     blocks = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     imports = (node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom))
-    return {alias.name: str(node.module) for node in imports for alias in node.names}
+    return {alias.name: str(node.module) for node in imports for alias in node.names if alias.asname}

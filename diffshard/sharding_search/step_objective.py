@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffshard.base import OPTIMAL_GAP, Solution
+from diffshard.public_names import did_you_mean
 from diffshard.solving.form import has_few_pairs
 from diffshard.solving.objectives.minimise import SolveLinear, minimise
 from diffshard.solving.objectives.objective import Affine, Objective, PricedObjective, split_loads
@@ -51,6 +52,12 @@ class RelaxedStep(NamedTuple):
     beside_s: dict[str, jax.Array]
     waited_s: dict[str, jax.Array]
     memory_bytes: jax.Array
+
+    def __getattr__(self, name: str) -> Any:
+        names = (*self._fields, "seconds", "link_s", "peak_bytes")
+        raise AttributeError(
+            f"`objective` reads {name!r} of a step, which has {', '.join(names)}{did_you_mean(name, names)}"
+        )
 
     @property
     def seconds(self) -> jax.Array:
@@ -164,7 +171,18 @@ def objective_of(space: ShardingSpace, cost: StepCost, choice: Sequence[int]) ->
 
 def user_objective(space: ShardingSpace, cost: StepCost) -> Objective:
     """Returns a user's function of a relaxed step as an objective of the quantities of a space."""
-    return Objective(lambda amounts: cost(_relaxed_step(amounts, space.axis_names)), space.quantities)
+
+    def of_amounts(amounts: dict[str, Any]) -> jax.Array:
+        try:
+            return cost(_relaxed_step(amounts, space.axis_names))
+        except KeyError as error:
+            key, axes = str(error.args[0]), ", ".join(map(repr, space.axis_names))
+            raise ValueError(
+                f"`objective` reads {key!r}; seconds on links are by the axes of the mesh, {axes}"
+                f"{did_you_mean(key, space.axis_names) or '.'}"
+            ) from None
+
+    return Objective(of_amounts, space.quantities)
 
 
 def _price(objective: Objective, space: ShardingSpace, choice: Sequence[int]) -> float:

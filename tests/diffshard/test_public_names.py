@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,9 +64,20 @@ def test_the_top_level_fits_a_page():
     assert len(diffshard.__all__) <= 35
 
 
-def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="'diffshard' has no attribute 'serach'"):
-        _ = diffshard.serach
+@pytest.mark.parametrize(
+    ("module", "name", "said"),
+    [
+        (diffshard, "serach", "module 'diffshard' has no attribute 'serach'. Did you mean 'search'?"),
+        (diffshard, "shard_tables", "no attribute 'shard_tables'. Did you mean 'diffshard.tables.shard_tables'?"),
+        (diffshard, "Training", "no attribute 'Training'. Did you mean 'diffshard.elastic.Training'?"),
+        (diffshard.elastic, "budgets", "module 'diffshard.elastic' has no attribute 'budgets'. Did you mean 'budget'?"),
+        (diffshard, "zzz", "module 'diffshard' has no attribute 'zzz'"),
+        (diffshard, "__wrapped__", "module 'diffshard' has no attribute '__wrapped__'"),
+    ],
+)
+def test_an_unknown_name_is_an_error_that_says_which_was_meant(module, name, said):
+    with pytest.raises(AttributeError, match=re.escape(said) + "$"):
+        getattr(module, name)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

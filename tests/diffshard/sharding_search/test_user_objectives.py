@@ -100,8 +100,14 @@ def test_a_start_is_where_an_objective_begins_and_not_the_answer():
         (lambda step: step.memory_bytes, TypeError, "`objective` must return a floating scalar, but it returns float"),
         (lambda step: jnp.log(step.held_s["x"] - 1e9), ValueError, "`objective` must be finite at every mixture"),
         (lambda step: jnp.round(step.seconds), ValueError, "`objective` has no gradient"),
-        (lambda step: step.link_s["z"], ValueError, "`objective` reads 'z', which is no quantity"),
-        (lambda step: step.joules, AttributeError, "joules"),
+        (
+            lambda step: step.link_s["z"],
+            ValueError,
+            "`objective` reads 'z'; seconds on links are by the axes of the mesh, 'x', 'y'",
+        ),
+        (lambda step: step.link_s["xx"], ValueError, r"the axes of the mesh, 'x', 'y'. Did you mean 'x'\?"),
+        (lambda step: step.joules, AttributeError, r"`objective` reads 'joules' of a step, which has .*seconds"),
+        (lambda step: step.secs, AttributeError, r"`objective` reads 'secs' of a step, .* Did you mean 'seconds'\?"),
     ],
 )
 def test_objectives_that_cannot_be_minimised_are_refused(objective, error, words):
