@@ -1,11 +1,15 @@
 """The layout is the architecture: imports go one way and in no circle, and JAX's internals stay out."""
 
 import ast
+import importlib
+import pkgutil
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+
+import experiments
 
 ROOT = Path(__file__).resolve().parents[1]
 MAY_IMPORT = {
@@ -61,6 +65,17 @@ def test_files_that_docstrings_of_modules_name_are_there():
         if missing := sorted(set(named) - names - {"json.py"}):  # of Python
             gone[str(path.relative_to(ROOT))] = missing
     assert gone == {}
+
+
+def test_every_module_of_the_experiments_is_imported_unless_a_package_of_others_is_not_here():
+    missing = {}
+    for module in pkgutil.walk_packages(experiments.__path__, "experiments."):
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            missing[module.name] = str(error.name).split(".")[0]
+    assert all(name.startswith("experiments.zoo.") for name in missing)  # whose models need what their users have
+    assert not set(missing.values()) & set(MAY_IMPORT)
 
 
 def test_two_files_touch_the_compiler():
