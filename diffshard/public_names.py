@@ -20,7 +20,7 @@ def lazy_names(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str
 
     def get(name: str) -> Any:
         if name not in origin:
-            advice = "" if name.startswith("_") else _advice(module, name, origin)
+            advice = "" if name.startswith("_") or _is_submodule(module, name) else _advice(module, name, origin)
             raise AttributeError(f"module {module!r} has no attribute {name!r}{advice}")
         is_module = origin[name] == module
         value = importlib.import_module(f"{module}.{name}" if is_module else origin[name])
@@ -37,6 +37,12 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
     near = difflib.get_close_matches(name, names, n=1)
     return f". Did you mean {near[0]!r}?" if near else ""
+
+
+def _is_submodule(module: str, name: str) -> bool:
+    """Returns whether a name is that of a file, which Python imports when it is told that there is no attribute."""
+    is_package = hasattr(sys.modules[module], "__path__")
+    return is_package and importlib.util.find_spec(f"{module}.{name}") is not None
 
 
 def _advice(module: str, name: str, origin: Mapping[str, str]) -> str:

@@ -71,6 +71,7 @@ def test_the_top_level_fits_a_page():
         (diffshard, "shard_tables", "no attribute 'shard_tables'. Did you mean 'diffshard.tables.shard_tables'?"),
         (diffshard, "Training", "no attribute 'Training'. Did you mean 'diffshard.elastic.Training'?"),
         (diffshard.elastic, "budgets", "module 'diffshard.elastic' has no attribute 'budgets'. Did you mean 'budget'?"),
+        (diffshard.formats, "Format", "module 'diffshard.formats' has no attribute 'Format'. Did you mean 'Formats'?"),
         (diffshard, "zzz", "module 'diffshard' has no attribute 'zzz'"),
         (diffshard, "__wrapped__", "module 'diffshard' has no attribute '__wrapped__'"),
     ],
