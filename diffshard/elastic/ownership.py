@@ -6,6 +6,7 @@ those of two machines may differ. Whoever is taken over although it lives, such 
 minutes, notices that at its next save, because the file is another one then.
 """
 
+import gc
 import json
 import os
 import secrets
@@ -30,6 +31,8 @@ TOUCH_S = 3.0
 PATIENCE_S = 15.0
 """Seconds without a touch after which an owner on another machine is gone: several touches that did not come."""
 _LOOK_S = 0.5
+_HELD: "weakref.WeakValueDictionary[str, Ownership]" = weakref.WeakValueDictionary()
+"""What this process has taken and not given back, by its token."""
 
 
 class InUseError(CheckpointError):
@@ -70,13 +73,21 @@ class Ownership:
     """A directory that this process has taken. It is given back by `release`, and at the latest when the process ends.
 
     Raises:
-      InUseError: another job writes there; the error says which.
+      InUseError: another job writes there, or another training of this process; the error says which.
       OSError: the directory cannot be written to.
     """
 
     def __init__(self, directory: str):
         path = os.path.join(directory, OWNER)
         own, before = _this_process(), _owner_in(path)
+        if before is not None and before.token in _HELD and before.process == own.process:
+            gc.collect()  # a training that is used no more may wait for it
+            if before.token in _HELD:
+                raise InUseError(
+                    f"`directory` {directory!r} is written to by another training of this process, since "
+                    f"{before.since}. Close that one first, by `close()` or at the end of its `with`."
+                )
+            before = None
         if before is not None and before.process != own.process and _is_alive(before, own, path):
             raise InUseError(
                 f"`directory` {directory!r} is written to by another job: {before}. Two jobs in one directory remove "
@@ -85,6 +96,7 @@ class Ownership:
             )
         replace_file(path, json.dumps(asdict(own)))
         self._directory, self._path, self._token = directory, path, own.token
+        _HELD[own.token] = self
         self._has_ended = threading.Event()
         self._release = weakref.finalize(self, _give_back, path, own.token, os.getpid(), self._has_ended)
         threading.Thread(target=_touch, args=(path, own.token, self._has_ended), daemon=True).start()
@@ -107,6 +119,7 @@ class Ownership:
     def release(self) -> None:
         """Gives the directory back; if another job has taken it, it is left to that."""
         self._release()
+        _HELD.pop(self._token, None)
 
 
 def _this_process() -> Owner:

@@ -103,7 +103,7 @@ def resume(
     Raises:
       CheckpointError: there are checkpoints, but none of them is whole; or the last whole one has another state than
         `init` makes, or was written by a newer version. Nothing is started anew in their place. Or another job writes
-        to the directory.
+        to the directory, or a training of this process that is not closed.
       OSError: the directory cannot be read, made or written to.
       ProcessesError: the processes do not see the same directory, or another one failed.
       TypeError, ValueError: an argument breaks a rule, also one of `search`; no plan fits the memory limit; or `fn`
@@ -241,9 +241,15 @@ def _agreed_checkpoint(directory: str, mesh: Mesh) -> tuple[Checkpoint | None, O
     def take() -> None:
         if os.path.exists(directory) and not os.path.isdir(directory):
             raise ValueError(f"`directory` must be a folder of checkpoints, or a new one, not the file {directory!r}.")
-        os.makedirs(directory, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):  # raises now what would be raised at the first save
-            pass
+        try:
+            os.makedirs(directory, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory):  # raises now what would be raised at the first save
+                pass
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"`directory` {directory!r} cannot be made or written to: {error.strerror}. Give another one",
+            ) from None
         taken.append(Ownership(directory))
 
     processes.check_alike(what, {"`directory`": directory})

@@ -120,11 +120,24 @@ def test_an_owner_touches_its_file_until_it_gives_the_directory_back(tmp_path, m
 
 
 def test_who_was_taken_over_saves_nothing_more(tmp_path):
-    with resumed(tmp_path) as first, resumed(tmp_path) as second:  # of one process the last one has the directory
-        state = second.restore()
-        second.save(1, state)
-        with pytest.raises(InUseError, match=f"was taken from this job, by process {os.getpid()} on"):
+    with resumed(tmp_path) as first:
+        state = first.restore()
+        first.save(1, state)
+        write_owner(tmp_path)
+        with pytest.raises(InUseError, match="was taken from this job, by process 7 on elsewhere"):
             first.save(2, state)
-        first.close()
-        assert second.save(2, state)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000001", "00000002"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000001", OWNER]  # which is the other one's
+
+
+def test_a_second_training_of_the_same_process_waits_for_the_first_to_be_closed_or_dropped(tmp_path):
+    with resumed(tmp_path) as first:
+        with pytest.raises(InUseError, match=r"by another training of this process, since 2.* Close that one first"):
+            resumed(tmp_path)
+        assert first.save(1, first.restore())
+    dropped = resumed(tmp_path)
+    assert dropped.num_steps == 1
+    itself = [dropped]
+    itself.append(itself)  # pyright: ignore[reportArgumentType]  # a cycle, which waits for the garbage collector
+    del dropped, itself
+    with resumed(tmp_path) as last:
+        assert last.save(2, last.restore())

@@ -301,6 +301,8 @@ def test_arguments_are_checked_before_anything_is_done(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="must be a folder of checkpoints, or a new one, not the file"):
         diffshard.resume(tmp_path / "file", train_step, mesh, init, batch_of(0))
+    with pytest.raises(OSError, match=r"`directory` .*/proc/x. cannot be made or written to: .* Give another one"):
+        diffshard.resume("/proc/x", train_step, mesh, init, batch_of(0))
 
 
 def test_a_mesh_that_leaves_out_processes_is_refused(tmp_path, monkeypatch):
