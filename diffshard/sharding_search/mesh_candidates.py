@@ -14,6 +14,7 @@ from cost.host_groups import LEVELS, MOST_AXES, distinct_shapes
 from cost.hosts import host_of
 from cost.presets import PRESET_NAMES, device_and_network, hardware_of, preset, preset_of_mesh
 from cost.real_numbers import whole_number
+from diffshard.plans.formats import format_count
 
 Devices = int | Sequence[Any] | Cluster
 """How many devices, JAX devices, or a cluster of one kind."""
@@ -119,7 +120,9 @@ def _of_cluster(cluster: Cluster, hardware: Hardware | str | None) -> tuple[Mesh
     if hardware is not None:
         raise ValueError("`hardware` must be None for a Cluster, which has that of its hosts.")
     if len(cluster.kinds) > 1:
-        names = ", ".join(f"{hosts.count} hosts of {hosts.devices} x {hosts.name}" for hosts in cluster.kinds)
+        names = ", ".join(
+            f"{format_count(hosts.count, 'host')} of {hosts.devices} x {hosts.name}" for hosts in cluster.kinds
+        )
         raise ValueError(f"`devices` must be a cluster of one kind for one mesh over all of them, not of {names}.")
     here = _here(cluster)
     make_mesh = (lambda axes: _mesh(here, axes)) if here else _abstract_mesh

@@ -11,6 +11,7 @@ import numpy as np
 
 from cost.base import Hardware
 from cost.real_numbers import is_positive, real_number, whole_number
+from diffshard.plans.formats import format_count
 from search_spaces.sharding.base import Coded, FormatKey
 from search_spaces.sharding.codes import FORMATS as CODES
 from search_spaces.sharding.codes import directions, is_narrower, sums_in
@@ -188,11 +189,12 @@ def _check_measurements(formats: Formats) -> None:
         if real_number(increase) is None or not increase >= 0:
             raise ValueError(f"`Formats.increases[{name!r}]` must be a number, 0 or more, not {increase!r}.")
     takes_looks = formats.increases is None or len(formats.calls) > 0
-    if takes_looks and len(formats.calls) < formats.steps * (formats.looks or 1):
+    looks = format_count(formats.looks or 1, "look")
+    if takes_looks and len(formats.calls) < (needed := formats.steps * (formats.looks or 1)):
         raise ValueError(
-            f"`Formats.calls` has {len(formats.calls)} calls, but {formats.looks or 1} looks ahead take `steps` = "
-            f"{formats.steps} each: give the arguments of as many steps of the training, or `increases` that an "
-            "earlier search measured."
+            f"`Formats.calls` has {format_count(len(formats.calls), 'call')}, fewer than the {needed} of {looks} ahead "
+            f"with `steps` = {formats.steps}: give the arguments of as many steps of the training, or `increases` that "
+            "an earlier search measured."
         )
     for number, run in enumerate(formats.validation_runs):
         if len(run) < 2:

@@ -48,8 +48,9 @@ def plan_of_best_shape(find: Find, judge: Find | None, request: PlanRequest) -> 
     shapes = _searched(find, request)
     if shapes.best is None:
         first, count = shapes.errors[0], len(shapes.tried)
+        where = f"any of {count} shapes of the mesh. The first one" if count > 1 else "the only shape of the mesh"
         raise InfeasibleError(
-            f"No plan was found on any of {count} shapes of the mesh. The first one: {first}",
+            f"No plan was found on {where}: {first}",
             is_proven=shapes.lower_bound == math.inf,
         )
     best = shapes.best.result

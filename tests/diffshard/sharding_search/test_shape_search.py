@@ -106,6 +106,13 @@ def test_shapes_without_time_are_said_to_be_not_tried_and_keep_a_bound():
 def test_a_memory_limit_that_no_shape_keeps_is_an_error():
     with pytest.raises(diffshard.InfeasibleError, match=r"on any of 4 shapes of the mesh\. .* at least"):
         diffshard.search(train_step, devices=CLUSTER, memory_limit_bytes=10).plan(*ARGUMENTS)
+    with pytest.raises(diffshard.InfeasibleError, match=r"on the only shape of the mesh: .* at least"):
+        diffshard.search(train_step, devices=1, hardware="h100", memory_limit_bytes=10).plan(*ARGUMENTS)
+    mixed = diffshard.Cluster(
+        [diffshard.Hosts(1, devices=2, hardware=name) for name in ("h100", "a100")], between=Link(0.0, 1e-9)
+    )
+    with pytest.raises(ValueError, match=r"not of 1 host of 2 x H100.*, 1 host of 2 x A100"):
+        diffshard.search(train_step, devices=mixed)
 
 
 @pytest.mark.filterwarnings("ignore::diffshard.plans.WholeWorkWarning")  # 4 rows on 3 devices
