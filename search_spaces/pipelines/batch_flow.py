@@ -245,7 +245,8 @@ class _Tracer:
             if after == states:
                 break
             states = after
-        if name == "while" and self.state(region.blocks[0].outputs[0]) != "whole":
+        condition = self.state(region.blocks[0].outputs[0]) if name == "while" else "whole"
+        if condition != "whole" and not (region.ends_by_example and condition == "max"):
             raise DivisionError(f"{where} stops by the batch.")
         for carry, state in zip(region.carries, states, strict=True):
             numbers = {i for i in (0, 1) if state == "sum" and self.state(carry.operands[i]) == "whole"}
@@ -307,4 +308,5 @@ def _joined(states: Sequence[State], where: str) -> State:
 
 
 def _source(region: Region) -> str:
-    return user_source(region.equation)
+    """Returns where a region comes from; loops know the calls around them, whose lines may be the user's only ones."""
+    return region.carries[0].user_source if region.carries else user_source(region.equation)

@@ -116,6 +116,8 @@ class Region:
       results: the values outside that its outvars are.
       carries: for loops, the carry vertices in order.
       slices: for scans, the vertices of what each trip reads of the stacked operands.
+      ends_by_example: for while loops, whether they were traced under `vmap` with a condition for each example: those
+        whose own condition does not hold stay as they are, however long the loop goes on for the others.
     """
 
     equation: core.JaxprEqn
@@ -124,6 +126,7 @@ class Region:
     results: list[Value]
     carries: list[Vertex] = field(default_factory=list)
     slices: list[Vertex] = field(default_factory=list)
+    ends_by_example: bool = False
 
 
 @dataclass(eq=False)

@@ -140,6 +140,8 @@ class _Builder:
         implementation = self.implementation_of(equation)
         if implementation is not None:
             block = self.add_body(equation, implementation, operands, weight)
+            for loop in (step for step in block.steps if name == "while" and isinstance(step, Region)):
+                loop.ends_by_example = True
             steps.extend(block.steps)
             return block.outputs
         regions: dict[str, Callable[..., Region]] = {

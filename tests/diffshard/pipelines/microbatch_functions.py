@@ -135,6 +135,17 @@ def counted_loop(weights, x):
     return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] * weights["up"][0, 0])), (0, x))
 
 
+def loops_of_examples(weights, x):
+    """A loop under `vmap` that runs for each example until its own condition ends it, as a solver of equations does."""
+
+    def of_example(example):
+        start = jnp.abs(example).sum(), jnp.abs(example) + 0.1, 0, jnp.zeros(12)
+        return lax.while_loop(lambda c: c[0] < 200, lambda c: (c[0] * 1.5, c[1] * 1.1, c[2] + 1, c[3] + 1), start)
+
+    _, grown, trips, counted = jax.vmap(of_example)(x)
+    return (grown @ weights["up"]).sum(0), trips, counted
+
+
 def normed_input(weights, x):
     return ((x - x.mean(0)) / x.std(0)) @ weights["up"]
 
@@ -179,6 +190,7 @@ FUNCTIONS = {
     "masked loss": (masked_loss, (WEIGHTS, (X, LABELS))),
     "input with batch statistics": (normed_input, (WEIGHTS, X)),
     "metrics beside a loss": (metrics_beside_a_loss, (WEIGHTS, X)),
+    "loops of examples": (loops_of_examples, (WEIGHTS, X)),
     "counted loop": (counted_loop, (WEIGHTS, X)),
     "carried key": (carried_key, (WEIGHTS, X)),
     "balanced experts": (balanced_experts, (jnp.stack([jnp.eye(12)] * 3), X)),

@@ -51,6 +51,18 @@ def test_rows_that_examples_read_by_their_own_numbers_are_divided(is_jitted):
     check_close(jax.jit(diffshard.pipelines.in_microbatches(step, 4))(*args), expected)
 
 
+def test_a_loop_that_each_example_ends_by_itself_is_divided():
+    def loss(params, x):
+        hidden = jnp.tanh(x @ params["a"])
+        start = jax.lax.stop_gradient(jnp.abs(hidden)) + 0.1
+        grown = jax.vmap(lambda h: jax.lax.while_loop(lambda h: h.sum() < 9.0, lambda h: h * 1.5, h))(start)
+        return (((hidden + grown) @ params["b"]) ** 2).mean()
+
+    args = {"a": normal(16, 32), "b": normal(32, 10)}, normal(32, 16)
+    step = gradient_step(loss)
+    check_close(search(step, devices=2)(*args), jax.jit(step)(*args))
+
+
 def test_rows_in_another_order_are_still_refused():
     def loss(params, batch):
         x, labels = batch
