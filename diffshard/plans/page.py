@@ -130,10 +130,12 @@ def _cards(plan: PlanData) -> str:
     is_proven = math.isfinite(objective.gap) if objective else plan.certificate.has_bound
     bound = f"{objective.lower_bound:.6g} of {objective.name}" if objective else format_s(plan.lower_bound_s)
     searched = [(f"{objective.value:.6g}", f"{objective.name}, which was made small")] if objective else []
+    played = [(format_s(t.seconds), "of the same step played as a program")] if (t := plan.timeline) else []
     return cards(
         *searched,
         (format_s(plan.step_s), "predicted step"),
         (f"{(plan.step_s - plan.compute_s) / max(plan.step_s, 1e-30):.0%}", "of it communicates"),
+        *played,
         (format_bytes(plan.peak_bytes), f"peak memory of a device: {share}"),
         (
             format_percent(plan.gap) if is_proven else "none",
@@ -151,7 +153,7 @@ def _time(plan: PlanData) -> str:
     total, *reasons = whole_lines(plan.whole_work, plan.compute_s) or [""]
     whole = f"<div class=dim>{escape(total)}</div>" if total else ""
     whole += f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in reasons)}</ul>" if reasons else ""
-    timeline = timeline_elements(plan.timeline) if plan.timeline is not None else ""
+    timeline = timeline_elements(t, plan.step_s, plan.hardware.exposed_share) if (t := plan.timeline) else ""
     return f"<h2>Time of a step</h2>{bar(pieces, plan.step_s)}{whole}{timeline}"
 
 

@@ -11,6 +11,9 @@ from diffshard.plans.page_elements import escape
 MOST_SHOWN = 5
 """Waits that a text lists, the longest first."""
 
+_SAME = 0.05
+"""The relative difference from the predicted step above which a page explains it; less is nearly equal digits."""
+
 
 @dataclass(frozen=True)
 class PredictedWait:
@@ -89,7 +92,13 @@ def wait_rows(timeline: PredictedTimeline, name_of: Callable[[int], str]) -> lis
     ]
 
 
-def timeline_elements(timeline: PredictedTimeline) -> str:
-    """Returns a timeline as elements of a page: the sentence, and what runs when."""
+def timeline_elements(timeline: PredictedTimeline, step_s: float, exposed_share: float) -> str:
+    """Returns a timeline as elements of a page: the sentence, why it is not the predicted step, and what runs when."""
     words = f"<div class=dim>{escape(timeline_words(timeline))}</div>"
+    if abs(timeline.seconds - step_s) > _SAME * step_s:
+        words += (
+            f"<div class=dim>The predicted step, {escape(format_s(step_s))}, is what the search makes small: it waits "
+            f"for {format_percent(exposed_share)} of the collectives that can run beside arithmetic, as models of many "
+            "layers do. The program waits for those beside which there is too little arithmetic.</div>"
+        )
     return f"<h3>What runs when</h3>{words}{lane_elements(timeline.lanes, timeline.seconds)}"

@@ -1,5 +1,7 @@
 """The predicted timeline of a plan: its parts, its bound, its text, page and file."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,6 +9,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 import diffshard
 from diffshard.checks.spans import COMPUTE
+from diffshard.plans.formats import format_s
 
 MESH = AbstractMesh((4,), ("x",), axis_types=(AxisType.Auto,))
 LINKS = {"x": diffshard.Link(1e-6, 1e-9)}
@@ -45,7 +48,14 @@ def test_a_plan_says_what_its_program_waits_for(plan, tmp_path):
     (line,) = (line for line in str(plan).splitlines() if line.startswith("  timeline"))
     assert "as a program: computing" in line
     assert plan.timeline.waits[0].kind in str(plan)
-    assert "What runs when" in plan.html()
+    page = plan.html()
+    assert "What runs when" in page
+    assert f"<b>{format_s(plan.timeline.seconds)}</b>of the same step played as a program" in page
+    assert abs(plan.timeline.seconds - plan.step_s) > 0.05 * plan.step_s
+    difference = f"The predicted step, {format_s(plan.step_s)}, is what the search makes small: it waits for 25%"
+    assert difference in page
+    equal = dataclasses.replace(plan, timeline=dataclasses.replace(plan.timeline, seconds=plan.step_s))
+    assert "is what the search makes small" not in equal.html()
     plan.save(tmp_path / "plan.json")
     assert diffshard.Plan.load(tmp_path / "plan.json").timeline == plan.timeline
 
