@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.base import Hardware
@@ -255,9 +256,19 @@ class Budget(PlanRecord):
         >>> state = budget.move(1, state)
 
         Raises:
-          PlanError: the phase's mesh is abstract, or the arguments are not those of the plan.
+          PlanError: the phase's mesh is abstract, the arguments are not those of the plan, or an array is over several
+            processes and the phase has other devices.
         """
-        return self.plans[self._checked(phase)].shard(*args, **kwargs)
+        plan = self.plans[self._checked(phase)]
+        for array in jax.tree.leaves((args, kwargs)):
+            if not getattr(array, "is_fully_addressable", True) and _devices(array.sharding.mesh) != _devices(
+                plan.mesh
+            ):
+                raise PlanError(
+                    f"Phase {phase} has other devices than an array that is over several processes, which can be moved "
+                    "between meshes of the same devices only. Save a checkpoint and restore it there."
+                )
+        return plan.shard(*args, **kwargs)
 
     def _checked(self, phase: int) -> int:
         number = whole_number(phase)
@@ -287,6 +298,10 @@ class Budget(PlanRecord):
             f"  search   {format_s(self.search_s)}, {self.status}",
         ]
         return "\n".join(lines)
+
+
+def _devices(mesh: Mesh | AbstractMesh | None) -> set[Any]:
+    return set(mesh.devices.flat) if isinstance(mesh, Mesh) else set()
 
 
 def mean_step_s(phases: Sequence[Phase], total_s: float, total_steps: float) -> float:

@@ -1,5 +1,6 @@
 """`budget` plans a function for several phases with different devices, together with the moves of its state."""
 
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -7,15 +8,18 @@ from dataclasses import replace
 from typing import Any, Unpack
 
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from cost.base import Link, Problem
 from diffshard.base import Solution
-from diffshard.budgets.base import Budget, Phase, mean_step_s
-from diffshard.budgets.job import Job, Outcome, job_of
+from diffshard.budgets.base import Budget, Phase, PhasePlans, mean_step_s
+from diffshard.budgets.job import Job, Outcome, job_of, requests_of
 from diffshard.budgets.joint import choices_of, joint_alike, joint_problem
-from diffshard.sharding_search.options import options_of
+from diffshard.processes import errors_for_all, processes_of
+from diffshard.sharding_search.fingerprints import facts_of, run_facts
+from diffshard.sharding_search.options import Remat, options_of
 from diffshard.sharding_search.planning import LAST_PROBLEM_SHARE
+from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.whole_work import warn_of_whole_work
 from diffshard.solving.objectives.minimise import minimise
 from diffshard.solving.solve import SolverOptions, solve, solver_options
@@ -32,6 +36,7 @@ def budget(
     *args: Any,
     move_link: Link | None = None,
     in_shardings: Any = None,
+    remat: Remat | None = None,
     donate_argnums: int | Sequence[int] | None = (),
     static_argnums: int | Sequence[int] | None = (),
     **options: Unpack[SolverOptions],
@@ -44,6 +49,9 @@ def budget(
     The arguments that the function updates, such as a training state, go from phase to phase; the others are loaded
     anew. In total, steps and moves are never predicted to take longer than with a plan for each phase alone.
 
+    With `jax.distributed`, each process that owns devices of some phase calls this with the same arguments. The first
+    of them plans, and the others wait for its plans.
+
     Args:
       fn: as in `search`.
       phases: in order, two or more: all with `num_steps`, so that the fewest seconds are looked for, or all with
@@ -51,25 +59,45 @@ def budget(
       *args: as for the function itself, in all phases: arrays or `jax.ShapeDtypeStruct`.
       move_link: the link over which state moves; None takes the slowest link of the two phases' hardware.
       in_shardings: as in `search`, in all phases.
+      remat: as in `search`: what each phase computes again is chosen for it alone, before all are planned together. The
+        bound then counts no moves.
       donate_argnums: as in `search`.
       static_argnums: as in `search`.
       **options: `SolverOptions`; the time limit is that of each different phase, and of all of them together.
 
     Raises:
       InfeasibleError: no plan fits the memory limit of a phase; names the phase.
+      ProcessesError: the processes ask for different things, or another one failed.
       TypeError, ValueError: an argument breaks a rule; the error names it and its value.
     """
-    start_s = time.perf_counter()
-    _check(phases, move_link)
-    of_all = {"in_shardings": in_shardings, "progress": "none", **solver_options(options)}
-    of_all |= {"donate_argnums": donate_argnums, "static_argnums": static_argnums}
-    all_options = [options_of(fn, p.mesh, p.hardware, p.memory_limit_bytes, **of_all) for p in phases]
-    job = job_of(phases, all_options, args, move_link)
+    start_s, mesh = time.perf_counter(), _mesh_of_all(phases)
+    what = f"plan a budget of {getattr(fn, '__name__', 'a function')}"
+    with errors_for_all(mesh, what):
+        _check(phases, move_link)
+        of_all: dict[str, Any] = {"in_shardings": in_shardings, "remat": remat, "progress": "none"}
+        of_all |= {"donate_argnums": donate_argnums, "static_argnums": static_argnums, **solver_options(options)}
+        all_options = [options_of(fn, p.mesh, p.hardware, p.memory_limit_bytes, **of_all) for p in phases]
+        processes = processes_of(mesh)
+        requests = processes.alike(
+            what, lambda: requests_of(all_options, args), lambda made: _facts(phases, made, move_link)
+        )
+        pack, unpack = (lambda made: json.dumps(Budget._file.to_json(made)).encode()), _unpack
+        found = processes.shared(what, lambda: _planned(phases, requests, move_link, start_s), pack=pack, unpack=unpack)
+    chosen, alone = (_completed(plans, requests) for plans in (found.chosen, found.alone))
+    phases = tuple(replace(phase, device_ids=phase.devices) for phase in phases)
+    return replace(found, phases=phases, chosen=chosen, alone=alone, fn=fn)
+
+
+def _planned(
+    phases: Sequence[Phase], requests: Sequence[PlanRequest], move_link: Link | None, start_s: float
+) -> Budget:
+    """Plans all phases, in one process."""
+    job = job_of(phases, requests, move_link)
     alone = job.outcome([job.candidate(i, solution.choice) for i, solution in enumerate(job.solutions)])
     solution = _solve_together(job, alone)
     together = job.outcome([job.candidate(i, c) for i, c in enumerate(choices_of(job.spaces, solution.choice))])
     best, bound = min(alone, together, key=job.total), job.bound
-    if not job.has_durations:
+    if not job.has_durations and requests[0].options.remat is None:  # else it holds for what they compute again only
         bound = max(bound, solution.lower_bound - job.most_preference_s)
     chosen = job.plans(best)
     for plan in {id(plan): plan for plan in chosen.plans}.values():  # equal phases share a plan
@@ -78,14 +106,41 @@ def budget(
     lower_bound_s = mean_step_s(phases, bound, bound if job.has_durations else chosen.total_steps)
     lower_bound_s = min(lower_bound_s, mean_step_s(phases, chosen.total_s, chosen.total_steps))
     return Budget(
-        phases=tuple(replace(phase, device_ids=phase.devices) for phase in phases),
+        phases=tuple(phases),
         chosen=chosen,
         alone=job.plans(alone),
         lower_bound_s=lower_bound_s if math.isfinite(lower_bound_s) else 0.0,  # durations too short for any step
         status=solution.status,
         search_s=time.perf_counter() - start_s,
-        fn=fn,
     )
+
+
+def _completed(plans: PhasePlans, requests: Sequence[PlanRequest]) -> PhasePlans:
+    """Returns plans on the meshes of this process, also those that another process has sent."""
+    pairs = zip(plans.plans, requests, strict=True)
+    return plans._replace(plans=tuple(request.complete(plan) for plan, request in pairs))
+
+
+def _unpack(content: bytes) -> Budget:
+    return Budget._file.from_json(json.loads(content), "the budget of the first process", Budget)
+
+
+def _facts(phases: Sequence[Phase], requests: Sequence[PlanRequest], move_link: Link | None) -> dict[str, str]:
+    """Returns what has to be the same in all processes, by names for errors."""
+    facts = {"`move_link`": repr(move_link)}
+    for i, (phase, request) in enumerate(zip(phases, requests, strict=True)):
+        steps = {"`num_steps`": repr(phase.num_steps), "`duration_s`": repr(phase.duration_s)}
+        of_phase = {**steps, "`device_ids`": str(phase.devices), **run_facts(request.options)}
+        of_phase |= facts_of(request.options, request.traced_function)
+        facts |= {f"of phase {i}, {name}": text for name, text in of_phase.items()}
+    return facts
+
+
+def _mesh_of_all(phases: Any) -> Mesh | AbstractMesh:
+    """Returns a mesh of the devices of all phases, by which their processes are known; an abstract one of none."""
+    meshes = [getattr(phase, "mesh", None) for phase in phases] if isinstance(phases, Sequence) else []
+    devices = dict.fromkeys(d for mesh in meshes if isinstance(mesh, Mesh) for d in mesh.devices.flat)
+    return Mesh(np.array(list(devices)), ("devices",)) if devices else AbstractMesh((1,), ("devices",))
 
 
 def _solve_together(job: Job, alone: Outcome) -> Solution:
@@ -128,11 +183,5 @@ def _check(phases: Sequence[Phase], move_link: Link | None) -> None:
                 f"`phases` must all have `num_steps` or all `duration_s`; phases 0 and {i} differ. Steps times the "
                 "seconds of a step are a duration."
             )
-    meshes = [phase.mesh for phase in phases if isinstance(phase.mesh, Mesh)]
-    if (count := len({device.process_index for mesh in meshes for device in mesh.devices.flat})) > 1:
-        raise ValueError(
-            f"The meshes of `phases` have devices of {count} processes, and `budget` runs in one. Give each phase an "
-            "AbstractMesh of its axes, save the plans in one process, and load and apply them in all."
-        )
     if move_link is not None and not isinstance(move_link, Link):
         raise TypeError(f"`move_link` must be a Link or None, not {type(move_link).__name__}.")

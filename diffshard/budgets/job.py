@@ -6,16 +6,21 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from cost.base import Link
+from cost.evaluation import evaluate
 from diffshard.base import InfeasibleError, Solution
 from diffshard.budgets.base import Phase, PhasePlans
 from diffshard.budgets.joint import MoveSeconds
+from diffshard.plans.certificate import relative_gap
 from diffshard.resharding import Devices, Move, links_between, move_s, moved_bytes
 from diffshard.sharding_search.call import call_of
 from diffshard.sharding_search.options import Options
+from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import make_plan, solve_problem_of
+from diffshard.sharding_search.remat import find_plan_with_remat
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.step_objective import best_step, step_s
 from diffshard.sharding_search.tracing import space_of, trace_call
+from diffshard.sharding_search.warm_start import start_of
 from search_spaces.base import Choice
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.graph import Value
@@ -59,6 +64,7 @@ class Job(NamedTuple):
       phases: as they were given.
       requests: what each phase's plan is about.
       solutions: of each phase alone.
+      alone: the plans of these solutions, with what they compute again; None where nothing may be.
       devices: of each phase.
       links: for each move, the links of which the slowest counts.
     """
@@ -66,6 +72,7 @@ class Job(NamedTuple):
     phases: tuple[Phase, ...]
     requests: tuple[PlanRequest, ...]
     solutions: tuple[Solution, ...]
+    alone: tuple[Plan | None, ...]
     devices: tuple[Devices, ...]
     links: tuple[tuple[Link, ...], ...]
 
@@ -162,14 +169,17 @@ class Job(NamedTuple):
     def plans(self, outcome: Outcome) -> PhasePlans:
         """Writes an outcome down as plans."""
         plans, keys = {}, []
-        for request, solution, candidate in zip(self.requests, self.solutions, outcome.candidates, strict=True):
+        phases = zip(self.requests, self.solutions, self.alone, outcome.candidates, strict=True)
+        for request, solution, alone, candidate in phases:
             choice = candidate.choice
             key = id(request), choice
             keys.append(key)
             if key not in plans and tuple(solution.choice) == choice:
-                plans[key] = make_plan(request, solution)
+                plans[key] = make_plan(request, solution) if alone is None else alone
             elif key not in plans:
                 plan = make_plan(request, solution._replace(choice=choice, status="finished"))
+                if alone is not None:
+                    plan = replace(plan, remat=alone.remat, function_digest=alone.function_digest)
                 plans[key] = replace(plan, notes=(*plan.notes, _NOTE))
         return PhasePlans(tuple(plans[key] for key in keys), outcome.moves, outcome.num_steps)
 
@@ -181,28 +191,64 @@ class Job(NamedTuple):
         return move_s(moved, self.links[phase - 1], share), float(moved.sent.sum())
 
 
-def job_of(phases: Sequence[Phase], all_options: Sequence[Options], args: Sequence[Any], move_link: Link | None) -> Job:
-    """Traces and solves each different phase alone.
+def requests_of(all_options: Sequence[Options], args: Sequence[Any]) -> tuple[PlanRequest, ...]:
+    """Traces the function for each phase; those that are planned alike share a request.
+
+    Raises:
+      ValueError: the function does not return the state that it changes; or as in `search`.
+    """
+    requests: list[PlanRequest] = []
+    for options in all_options:
+        known = next((request for request in requests if _is_same(request.options, options)), None)
+        if known is None:
+            start_s = time.perf_counter()
+            traced_function = trace_call(options, call_of(options, args, {}), _refuse_lost_changes)
+            known = PlanRequest(options, traced_function, space_of(options, traced_function), start_s)
+        requests.append(known)
+    return tuple(requests)
+
+
+def job_of(phases: Sequence[Phase], requests: Sequence[PlanRequest], move_link: Link | None) -> Job:
+    """Solves each different phase alone.
 
     Raises:
       InfeasibleError: no plan fits the memory limit of a phase.
-      ValueError: no link is known over which state could move; or as in `search`.
+      ValueError: no link is known over which state could move.
     """
     links = tuple(
-        _links_between(i + 1, (phases[i], all_options[i]), (phases[i + 1], all_options[i + 1]), move_link)
+        _links_between(i + 1, (phases[i], requests[i].options), (phases[i + 1], requests[i + 1].options), move_link)
         for i in range(len(phases) - 1)
     )
-    known: dict[Any, tuple[PlanRequest, Solution]] = {}
-    pairs = []
-    for i, options in enumerate(all_options):
-        key = next((k for k, other in enumerate(all_options[:i]) if _is_same(options, other)), i)
-        if key not in known:
-            known[key] = _solve_alone(i, options, args)
-        pairs.append(known[key])
+    known: dict[int, _Alone] = {}
+    for i, request in enumerate(requests):
+        if id(request) not in known:
+            known[id(request)] = _solve_alone(i, request)
+    alone = [known[id(request)] for request in requests]
     devices = tuple(
-        Devices(phase.devices, options.axis_sizes) for phase, options in zip(phases, all_options, strict=True)
+        Devices(phase.devices, request.options.axis_sizes) for phase, request in zip(phases, requests, strict=True)
     )
-    return Job(tuple(phases), tuple(r for r, _ in pairs), tuple(s for _, s in pairs), devices, links)
+    return Job(
+        tuple(phases),
+        tuple(one.request for one in alone),
+        tuple(one.solution for one in alone),
+        tuple(one.plan for one in alone),
+        devices,
+        links,
+    )
+
+
+class _Alone(NamedTuple):
+    """A phase without regard to the others.
+
+    Attributes:
+      request: of the function; what is computed again is chosen already.
+      solution: its fastest step. The bound holds whatever is computed again.
+      plan: of the solution, where a search for what is computed again has made it; None without such a search.
+    """
+
+    request: PlanRequest
+    solution: Solution
+    plan: Plan | None
 
 
 def _is_same(one: Options, other: Options) -> bool:
@@ -210,11 +256,11 @@ def _is_same(one: Options, other: Options) -> bool:
     return (one.mesh, one.hardware, one.memory_limit_bytes) == (other.mesh, other.hardware, other.memory_limit_bytes)
 
 
-def _solve_alone(phase: int, options: Options, args: Sequence[Any]) -> tuple[PlanRequest, Solution]:
-    start_s = time.perf_counter()
-    traced_function = trace_call(options, call_of(options, args, {}), _refuse_lost_changes)
-    space = space_of(options, traced_function)
+def _solve_alone(phase: int, request: PlanRequest) -> _Alone:
+    options, space = request.options, request.space
     try:
+        if options.remat is not None:
+            return _with_remat(request, find_plan_with_remat(request))
         solution = best_step(
             space,
             lambda problem, start, gap: solve_problem_of(options, problem, space, start, None, gap),
@@ -222,13 +268,25 @@ def _solve_alone(phase: int, options: Options, args: Sequence[Any]) -> tuple[Pla
         )
     except InfeasibleError as error:
         raise InfeasibleError(f"Phase {phase}: {error}") from None
-    return PlanRequest(options, traced_function, space, start_s), solution
+    return _Alone(request, solution, None)
+
+
+def _with_remat(request: PlanRequest, plan: Plan) -> _Alone:
+    """Returns the phase of a plan that computes something again, as a choice of the space of that function."""
+    request = request.with_recomputed(plan.recomputed, plan.offloaded)
+    start = start_of(plan, request.space)
+    assert start is not None
+    choice = tuple(start.choice.tolist())
+    cost = float(evaluate(request.space.problem, choice).cost)
+    bound = plan.lower_bound_s + request.space.most_preference_s
+    solution = Solution(choice, cost, bound, relative_gap(cost, bound), True, 0.0, (), plan.status)
+    return _Alone(request, solution, plan)
 
 
 def _refuse_lost_changes(sentence: str) -> None:
     raise ValueError(
-        f"`fn` of `budget` must return the state that it changes. {sentence} Return it beside the result, such as the "
-        "modules themselves; or plan each phase by `diffshard.nnx.search`."
+        f"`fn` of `budget` must return the state that it changes. {sentence} Return it beside the result; or give "
+        "modules that are changed in place to `diffshard.nnx.budget`."
     )
 
 

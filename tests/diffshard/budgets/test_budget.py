@@ -12,12 +12,13 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 import diffshard
 from cost.evaluation import evaluate
 from diffshard.budgets import budget as budget_module
-from diffshard.budgets.job import job_of
+from diffshard.budgets.job import job_of, requests_of
 from diffshard.budgets.joint import choices_of, joint_problem
 from diffshard.elastic import Phase
 from diffshard.sharding_search.options import Options
 from diffshard.solving.objectives.objective import PricedObjective
 from search_spaces.partition_specs import named_spec, partition_spec
+from tests.diffshard.sharding_search import test_remat
 from tests.diffshard.sharding_search.small_searches import assert_equal, train_arguments, train_step
 
 LARGE, SMALL = (AbstractMesh(sizes, ("x", "y")) for sizes in ((2, 2), (1, 2)))
@@ -45,7 +46,7 @@ def phases(*num_steps, meshes=(LARGE, SMALL, LARGE), hardware=FAST):
 
 def made_job(phases, args=ARGUMENTS, fn=descend, limit=float("inf")):
     options = [Options(fn=fn, mesh=p.mesh, hardware=p.hardware, memory_limit_bytes=limit) for p in phases]
-    return job_of(phases, options, args, None)
+    return job_of(phases, requests_of(options, args), None)
 
 
 def test_the_joint_objective_is_that_of_all_steps_and_moves():
@@ -168,6 +169,32 @@ def test_a_job_goes_on_through_all_phases_as_on_one_device():
             assert_equal((state, loss), (expected, expected_loss))
 
 
+def test_a_phase_with_little_memory_computes_again_and_trains_as_one_device(tmp_path):
+    limit, args = 0.7 * test_remat.least_bytes(), test_remat.arguments()
+    sizes, devices = (4, 2), jax.devices()
+    meshes = [jax.make_mesh((n,), ("data",), (AxisType.Auto,), devices=devices[:n]) for n in sizes]
+    limits = None, limit
+    pair = [
+        Phase(mesh=m, num_steps=2, hardware="h100", memory_limit_bytes=n) for m, n in zip(meshes, limits, strict=True)
+    ]
+    with pytest.raises(diffshard.InfeasibleError, match="Phase 1: `memory_limit_bytes` is 3"):
+        diffshard.elastic.budget(test_remat.scanned_step, pair, *args)
+    found = diffshard.elastic.budget(test_remat.scanned_step, pair, *args, remat="search")
+    assert all(plan.remat is not None for plan in found.plans)
+    assert found.plans[1].recomputed
+    assert found.plans[1].peak_bytes <= limit
+    assert all(0 < plan.lower_bound_s <= plan.step_s for plan in found.plans)
+    assert found.step_s >= found.lower_bound_s > 0
+    found.save(tmp_path / "budget.json")
+    loaded = diffshard.elastic.Budget.load(tmp_path / "budget.json", test_remat.scanned_step, meshes)
+    state, expected = args[0], args[0]
+    for i, plan in enumerate(loaded.plans):
+        state, step = loaded.move(i, state), loaded.step(i)
+        state, loss = step(state, plan.shard(x=args[1]))
+        expected, expected_loss = jax.jit(test_remat.scanned_step)(expected, args[1])
+        assert_equal((state, loss), (expected, expected_loss))
+
+
 def test_a_budget_from_a_file_runs_in_the_process_of_one_phase(tmp_path):
     meshes = [
         jax.make_mesh(sizes, ("x", "y"), (AxisType.Auto,) * 2, devices=jax.devices()[:n])
@@ -256,7 +283,7 @@ def test_the_memory_of_a_joint_problem_is_that_of_each_phase_in_shares_of_its_ow
     limits = 6000.0, math.inf, 2500.0
     pairs = zip(phases(1, 1, 1), limits, strict=True)
     options = [Options(fn=descend, mesh=p.mesh, hardware=FAST, memory_limit_bytes=m) for p, m in pairs]
-    job = job_of(phases(1, 1, 1), options, ARGUMENTS, None)
+    job = job_of(phases(1, 1, 1), requests_of(options, ARGUMENTS), None)
     problem, _ = joint_problem(job.phases, job.spaces, job.moves_s, job.is_state)
     generator = np.random.default_rng(0)
     fits = []

@@ -108,6 +108,25 @@ result["moved"] = [
     for name in state for a, b in zip(moved[name].addressable_shards, expected[name].addressable_shards, strict=True)
 ]
 result["move"] = diffshard.elastic.reshard_price(made, plan, target)
+
+
+def phases(last=3):
+    return [diffshard.elastic.Phase(mesh=m, num_steps=n, hardware="cpu") for m, n in ((mesh, 3), (other_mesh, last))]
+
+
+budget = diffshard.elastic.budget(step, phases(), state, batch)
+result["budget"] = [str(budget), list(budget.plans[1].in_shardings[0]), []]
+arrays = budget.move(0, state)
+for i in range(2):
+    if i:
+        arrays = budget.move(i, arrays)
+    arrays, loss = budget.step(i)(arrays, budget.plans[i].shard(batch=in_float32(batches_of(i))))
+    result["budget"][2].append(float(loss))
+result["phases"] = message_of(lambda: diffshard.elastic.budget(step, phases(3 + process), state, batch))
+result["phase"] = message_of(lambda: diffshard.elastic.budget(step, phases()[process:], state, batch))
+first_mesh = jax.make_mesh((4,), ("all",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))
+on_others = [*phases(), diffshard.elastic.Phase(mesh=first_mesh, num_steps=1, hardware="cpu")]
+result["other devices"] = message_of(lambda: diffshard.elastic.budget(step, on_others, state, batch).move(2, arrays))
 own_plan = diffshard.search(step, jax.make_mesh((4,), ("all",), devices=jax.local_devices()), hardware="cpu").plan
 result["elsewhere"] = message_of(lambda: diffshard.elastic.reshard(made, plan, own_plan(state, batch)))
 result["one device"] = message_of(lambda: searched(check="numbers").plan(state, batch))
@@ -158,7 +177,7 @@ json.dump(result, open(f"{process}.json", "w"))
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     folder = tmp_path_factory.mktemp("two")
-    run_processes(_TRAIN, 2, folder)
+    run_processes(_TRAIN, 2, folder, timeout_s=300.0)
     return [json.loads((folder / f"{i}.json").read_text()) for i in range(2)]
 
 
@@ -201,6 +220,20 @@ def test_a_state_is_made_and_moved_between_meshes_of_two_processes(results: list
         assert result["move"] == results[0]["move"]
         kind, message = result["elsewhere"]
         assert (kind, "have meshes of other devices, in several processes" in message) == ("PlanError", True)
+
+
+def test_a_budget_is_planned_for_all_processes_and_runs_in_them(results: list[dict]):
+    text, names, losses = results[0]["budget"]
+    assert results[1]["budget"] == [text, names, losses]
+    assert text.startswith("Budget of step over 2 phases: ")
+    assert losses == pytest.approx(results[0]["losses"][:2], rel=1e-4)
+    for result in results:
+        assert result["phases"] == ["ProcessesError", result["phases"][1]]
+        assert "of phase 1, `num_steps` is 3 in process 0 and 4 in process 1" in result["phases"][1]
+        assert result["other devices"][0] == "PlanError"
+        assert "between meshes of the same devices only. Save a checkpoint" in result["other devices"][1]
+    assert "`phases` must be two or more" in results[1]["phase"][1]
+    assert "process 1 failed with ValueError: `phases` must be two" in results[0]["phase"][1]
 
 
 def test_all_processes_choose_the_same_shape_of_the_mesh(results: list[dict]):
