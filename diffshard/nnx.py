@@ -6,6 +6,7 @@ Of a call's modules the graph is a constant of the plan, and the state is an arg
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from flax import nnx
@@ -24,6 +25,8 @@ from diffshard.sharding_search.options import argument_names
 from diffshard.sharding_search.plan import Plan
 
 if TYPE_CHECKING:
+    from diffshard.baselines.plans import BaselinePlans
+    from diffshard.budgets.base import Budget, Phase
     from diffshard.elastic.training import Training
 
 PlanT = TypeVar("PlanT", Plan, PipelinePlan)
@@ -207,6 +210,88 @@ def compare(
     return compare_functions(of_states(fn, call.graph), mesh, *call.args, plans=plans, **options)
 
 
+def baseline_plans(fn: Callable[..., Any], mesh: Mesh | AbstractMesh, *args: Any, **options: Any) -> "BaselinePlans":
+    """Makes the plans that experts write by hand, as `diffshard.baselines.baseline_plans` for functions of arrays.
+
+    >>> plans = diffshard.nnx.baseline_plans(train_step, mesh, model, optimizer, batch)
+    >>> step = diffshard.nnx.apply(plans["fsdp"], train_step)
+
+    Args:
+      fn: a function of modules, which it changes.
+      mesh: as of `diffshard.baselines.baseline_plans`.
+      *args: as for the function itself; modules may be abstract.
+      **options: as of `diffshard.baselines.baseline_plans`.
+
+    Raises:
+      TypeError, ValueError, ProcessesError: as `diffshard.baselines.baseline_plans`.
+    """
+    from diffshard.baselines.plans import baseline_plans as plans_of_states
+
+    call = split_modules(args, {})
+    found = plans_of_states(of_states(fn, call.graph), mesh, *call.args, **options)
+    return replace(found, plans={name: _with_graph(plan) for name, plan in found.items()})
+
+
+class ModuleBudget:
+    """How a job of nnx modules runs while its devices change; made by `diffshard.nnx.budget`, `print` shows it.
+
+    >>> plans = diffshard.nnx.ModuleBudget(train_step, diffshard.elastic.Budget.load("budget.json", meshes=meshes))
+
+    Args:
+      fn: the function of modules.
+      budget: of the modules' states, with its `plans`, its `save` and its bound.
+    """
+
+    def __init__(self, fn: Callable[..., Any], budget: "Budget"):
+        self.fn, self.budget = fn, budget
+
+    def step(self, phase: int) -> PlannedModuleFunction:
+        """Returns the function with the plan of one phase."""
+        return apply(self.budget.plan(phase), self.fn)
+
+    def move(self, phase: int, *args: Any) -> Any:
+        """Puts the first arguments where the plan of a phase wants them, as `Budget.move`; modules in place.
+
+        Returns:
+          The arguments; a single one without a tuple.
+        """
+        call = split_modules(args, {})
+        moved = self.budget.move(phase, *call.args)
+        placed = list(moved) if len(args) > 1 else [moved]
+        call.update([placed[place] for place in call.graph.arguments if isinstance(place, int)])
+        for place, module in zip(call.graph.arguments, call.modules, strict=True):
+            if isinstance(place, int):
+                placed[place] = module
+        return tuple(placed) if len(placed) > 1 else placed[0]
+
+    def __str__(self) -> str:
+        return str(self.budget)
+
+
+def budget(fn: Callable[..., Any], phases: "Sequence[Phase]", *args: Any, **options: Any) -> ModuleBudget:
+    """Plans a function of nnx modules for devices that change, as `diffshard.elastic.budget` does for one of arrays.
+
+    >>> plans = diffshard.nnx.budget(train_step, phases, model, optimizer, batch)
+    >>> plans.move(1, model, optimizer)
+    >>> loss = plans.step(1)(model, optimizer, batch)
+
+    Args:
+      fn: a function of modules, which it changes.
+      phases: as of `diffshard.elastic.budget`.
+      *args: as for the function itself; modules may be abstract.
+      **options: as of `diffshard.elastic.budget`.
+
+    Raises:
+      InfeasibleError, ProcessesError, TypeError, ValueError: as `diffshard.elastic.budget`.
+    """
+    from diffshard.budgets.budget import budget as budget_of_states
+
+    call = split_modules(args, {})
+    found = budget_of_states(of_states(fn, call.graph), phases, *call.args, **options)
+    chosen, alone = (p._replace(plans=tuple(map(_with_graph, p.plans))) for p in (found.chosen, found.alone))
+    return ModuleBudget(fn, replace(found, chosen=chosen, alone=alone, fn=None))
+
+
 class ModuleTraining:
     """A training of nnx modules with checkpoints; made by `diffshard.nnx.resume`.
 
@@ -276,6 +361,11 @@ def resume(
     step.__name__ = step.__qualname__ = getattr(fn, "__name__", "function")
     states_of = lambda: split_modules(tuple(init()), {}).args  # noqa: E731
     return ModuleTraining(resume_states(directory, step, mesh, states_of, *args, **options), graph)
+
+
+def _with_graph(plan: Plan) -> Plan:
+    """Returns a plan that was made for one graph of modules as one of the function that takes the graph, too."""
+    return replace(plan, static_argnames=(*plan.static_argnames, _GRAPH))
 
 
 def _of_states(fn: Callable[..., Any]) -> Callable[..., Any]:

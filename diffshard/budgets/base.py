@@ -240,6 +240,17 @@ class Budget(PlanRecord):
             return self.lower_bound_s * self.chosen.total_steps
         return _duration_s(self.phases) / self.lower_bound_s if self.lower_bound_s else math.inf
 
+    def plan(self, phase: int) -> Plan:
+        """Returns the plan of one phase.
+
+        Raises:
+          ValueError: there is no such phase.
+        """
+        number = whole_number(phase)
+        if number is None or not 0 <= number < len(self.phases):
+            raise ValueError(f"`phase` must be a whole number from 0 to {len(self.phases) - 1}, not {phase!r}.")
+        return self.plans[number]
+
     def step(self, phase: int) -> PlannedFunction[Plan]:
         """Returns the function with the plan of one phase, as `Plan.apply` does. `move` brings the state there.
 
@@ -248,7 +259,7 @@ class Budget(PlanRecord):
         """
         if self.fn is None:
             raise PlanError("The budget was loaded without its function: `Budget.load(path, fn)`.")
-        return self.plans[self._checked(phase)].apply(self.fn)
+        return self.plan(phase).apply(self.fn)
 
     def move(self, phase: int, *args: Any, **kwargs: Any) -> Any:
         """Puts arguments of the function where the plan of a phase wants them, as `Plan.shard` does.
@@ -259,7 +270,7 @@ class Budget(PlanRecord):
           PlanError: the phase's mesh is abstract, the arguments are not those of the plan, or an array is over several
             processes and the phase has other devices.
         """
-        plan = self.plans[self._checked(phase)]
+        plan = self.plan(phase)
         for array in jax.tree.leaves((args, kwargs)):
             if not getattr(array, "is_fully_addressable", True) and _devices(array.sharding.mesh) != _devices(
                 plan.mesh
@@ -269,12 +280,6 @@ class Budget(PlanRecord):
                     "between meshes of the same devices only. Save a checkpoint and restore it there."
                 )
         return plan.shard(*args, **kwargs)
-
-    def _checked(self, phase: int) -> int:
-        number = whole_number(phase)
-        if number is None or not 0 <= number < len(self.phases):
-            raise ValueError(f"`phase` must be a whole number from 0 to {len(self.phases) - 1}, not {phase!r}.")
-        return number
 
     def __str__(self) -> str:
         name, chosen, alone = short_name(self.plans[0].function), self.chosen, self.alone

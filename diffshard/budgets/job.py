@@ -15,12 +15,12 @@ from diffshard.resharding import Devices, Move, links_between, move_s, moved_byt
 from diffshard.sharding_search.call import call_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.plan_store import start_of
 from diffshard.sharding_search.planning import make_plan, solve_problem_of
 from diffshard.sharding_search.remat import find_plan_with_remat
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.step_objective import best_step, step_s
 from diffshard.sharding_search.tracing import space_of, trace_call
-from diffshard.sharding_search.warm_start import start_of
 from search_spaces.base import Choice
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.graph import Value

@@ -194,6 +194,41 @@ def test_plans_of_modules_are_compared():
     assert all(row.compiled_peak_bytes for row in table.rows)
 
 
+def test_baselines_of_modules_are_plans_that_run_and_are_compared():
+    plans = diffshard.nnx.baseline_plans(nnx_step, mesh(), *nnx_arguments(), hardware="h100", names=["fsdp", "megatron"])
+    assert set(plans) | set(plans.left_out) == {"fsdp", "megatron"}
+    assert any(any(tensor.spec) for tensor in plans["fsdp"].arguments if "kernel" in tensor.path)
+    model, optimizer, batch = nnx_arguments()
+    expected, of_expected, _ = nnx_arguments()
+    step = diffshard.nnx.apply(plans["fsdp"], nnx_step)
+    step.shard(model, optimizer, batch)
+    assert jnp.allclose(step(model, optimizer, batch), nnx.jit(nnx_step)(expected, of_expected, batch))
+    assert jnp.allclose(model.kernel[...], expected.kernel[...], atol=1e-6)
+    table = diffshard.nnx.compare(nnx_step, mesh(), *nnx_arguments(), plans={"fsdp": plans["fsdp"]}, target="host")
+    assert [row.name for row in table.rows] == ["fsdp"]
+
+
+def test_a_budget_of_modules_trains_through_its_phases_as_one_device(tmp_path):
+    meshes = [jax.make_mesh((n,), ("data",), (AxisType.Auto,), devices=jax.devices()[:n]) for n in (4, 2)]
+    phases = [diffshard.elastic.Phase(mesh=mesh, num_steps=2, hardware="h100") for mesh in meshes]
+    planned = diffshard.nnx.budget(nnx_step, phases, *nnx_arguments(), remat="search")
+    assert str(planned).startswith("Budget of nnx_step over 2 phases")
+    planned.budget.save(tmp_path / "budget.json")
+    loaded = diffshard.elastic.Budget.load(tmp_path / "budget.json", meshes=meshes)
+    model, optimizer, batch = nnx_arguments()
+    expected, of_expected, _ = nnx_arguments()
+    for i, phase in enumerate((planned, diffshard.nnx.ModuleBudget(nnx_step, loaded))):
+        assert phase.move(i, model, optimizer) == (model, optimizer)
+        assert model.kernel[...].sharding.mesh.size == meshes[i].size
+        for _ in range(2):
+            loss = phase.step(i)(model, optimizer, planned.budget.plans[i].shard(batch=batch))
+            assert jnp.allclose(loss, nnx.jit(nnx_step)(expected, of_expected, batch))
+    assert jnp.allclose(model.kernel[...], expected.kernel[...], atol=1e-6)
+    assert phase.move(1, model) is model
+    with pytest.raises(ValueError, match="`phase` must be a whole number from 0 to 1, not 2"):
+        planned.step(2)
+
+
 def test_a_training_of_modules_goes_on_from_its_checkpoint(tmp_path):
     def init():
         return nnx_arguments()[:2]
