@@ -219,12 +219,12 @@ def test_a_budget_of_modules_trains_through_its_phases_as_one_device(tmp_path):
     expected, of_expected, _ = nnx_arguments()
     for i, phase in enumerate((planned, diffshard.nnx.ModuleBudget(nnx_step, loaded))):
         assert phase.move(i, model, optimizer) == (model, optimizer)
-        assert model.kernel[...].sharding.mesh.size == meshes[i].size
+        assert len(model.kernel[...].sharding.device_set) == meshes[i].size
         for _ in range(2):
             loss = phase.step(i)(model, optimizer, planned.budget.plans[i].shard(batch=batch))
             assert jnp.allclose(loss, nnx.jit(nnx_step)(expected, of_expected, batch))
     assert jnp.allclose(model.kernel[...], expected.kernel[...], atol=1e-6)
-    assert phase.move(1, model) is model
+    assert planned.move(1, model) is model
     with pytest.raises(ValueError, match="`phase` must be a whole number from 0 to 1, not 2"):
         planned.step(2)
 
