@@ -195,7 +195,9 @@ def test_plans_of_modules_are_compared():
 
 
 def test_baselines_of_modules_are_plans_that_run_and_are_compared():
-    plans = diffshard.nnx.baseline_plans(nnx_step, mesh(), *nnx_arguments(), hardware="h100", names=["fsdp", "megatron"])
+    plans = diffshard.nnx.baseline_plans(
+        nnx_step, mesh(), *nnx_arguments(), hardware="h100", names=["fsdp", "megatron"]
+    )
     assert set(plans) | set(plans.left_out) == {"fsdp", "megatron"}
     assert any(any(tensor.spec) for tensor in plans["fsdp"].arguments if "kernel" in tensor.path)
     model, optimizer, batch = nnx_arguments()
