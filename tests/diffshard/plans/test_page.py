@@ -13,6 +13,7 @@ from diffshard.plans.sections import Advice
 from diffshard.plans.summary import modules_of
 from diffshard.plans.text import format_plan
 from tests.diffshard.plans.page_checker import checked_page
+from tests.diffshard.plans.small_files import full_plan
 from tests.diffshard.plans.small_plan import operation, small_plan
 
 
@@ -66,6 +67,41 @@ def test_the_page_says_each_number_of_the_plan_in_its_place():
     (_, _, _, *texts, as_text, _) = checked(small_plan()).texts
     assert texts == [words for line in PAGE.strip().splitlines() for words in line.split("|")]
     assert as_text == format_plan(small_plan())
+
+
+SECTIONS = """
+12.5|energy_j, which was made small|10.0 ms
+of it communicates|1.00 KiB|peak memory of a device: 25% of 4.00 KiB|4%|gap to the lower bound 12 of energy_j
+Time of a step|products |4.00 ms at 50% of the peak rate of arithmetic|memory traffic |2.00 ms at 25% of the \
+peak bandwidth|all_reduce data
+25% of computing is repeated on several devices, as it cannot be split|1.50 ms: dimension 0 of batch is 31, which the \
+mesh axis does not divide ('data'); padded to 32 it can be split
+Memory of a device, of 4.00 KiB|arguments |768 B|made in the forward pass |256 B
+peak 1.00 KiB|limit 4.00 KiB|layer_0|layer_1|layer_1|layer_0|update|start of the step|end, after 5 operations
+What is in memory at the peak in Net/layer_1, forward
+state/layer_*/w|2×|float32[16, 16]|argument|1/4|512 B|50.0%
+Net/layer_1/dense/dot_general|float32[32,16]|forward|1/8|256 B|25.0%|batch|float32[32, 4]|argument|1/2|256 B|25.0%
+Compiled for H100|11.0 ms|timeline of the best, the plan by program|10.0 ms|predicted for it|1.07 KiB
+Timelines|the plan, program |11.0 ms|computing|waiting for communication
+compute |busy 5.00 ms, 45% of the step|layer_0|0 s|11.0 ms
+the plan (best)|program|10.0 ms|11.0 ms|512 B|600 B|1.00 KiB|1.07 KiB|a note|Number formats
+layer_*/dense|4x|float8|+0.0006|2.00 ms|head|1x|own|+0.0005
+float8|2|8.00 ms|+0.0007|+0.0008 ± 0.0002|none|0|10.0 ms|+0|+0
+data 2 x model 4|10.0 ms|9.00 ms|finished|1.00 s|data 8|9.50 ms|cut off|100 ms|Layers
+3.50 ms|all_reduce data|↓|to the next of them, forward|all_gather model| 1×, 2.00 KiB, 1.00 ms|update
+"""
+"""Parts of the page of the plan that has everything, in order, worked out by hand."""
+
+
+def test_the_page_of_a_plan_with_everything_says_each_number_in_its_place():
+    text = "|".join(checked(full_plan()).texts)
+    places = [text.find(f"|{line}") for line in SECTIONS.strip().splitlines()]
+    assert -1 not in places
+    assert places == sorted(places)
+    styles = " ".join(a.get("style", "") for _, a in checked(full_plan()).elements)
+    widths = [float(width) for width in re.findall(r"width:([\d.]+)%", styles)]
+    expected = [40, 20, 30, 10, 100, 200 / 7, 100 / 7, 18.75, 6.25, *[20] * 5, 500 / 11, 600 / 11, 500 / 11, 100]
+    assert widths == pytest.approx(expected, abs=0.01)
 
 
 def test_drawings_have_the_plan_s_numbers():

@@ -7,6 +7,7 @@ import pytest
 from diffshard.plans.formats import format_spec
 from diffshard.plans.summary import alike_arguments, collective_totals, dearest_operations, device_bytes
 from diffshard.plans.text import format_plan
+from tests.diffshard.plans.small_files import full_plan
 from tests.diffshard.plans.small_plan import small_plan
 
 TEXT = """\
@@ -39,8 +40,63 @@ Notes
   frobnicate has no sharding rule and runs whole on every device (1x, <net>.py:3)."""
 
 
-def test_each_number_of_the_plan_by_hand_is_in_its_place():
+HEAD_OF_ALL = """
+  advice   1.00 ms less: donate `state`
+           512 B less
+
+  step     10.0 ms predicted: computing 6.00 ms, communicating 4.00 ms
+          products 4.00 ms at 50% of the peak rate of arithmetic
+          memory traffic 2.00 ms at 25% of the peak bandwidth
+          all_reduce  data   2x  1.00 KiB  3.00 ms
+          all_gather  model  1x  2.00 KiB  1.00 ms
+  whole    25% of computing is repeated on several devices, as it cannot be split
+           1.50 ms: dimension 0 of batch is 31, which the mesh axis does not divide ('data');
+             padded to 32 it can be split
+  memory   1.00 KiB at the peak on each device of 4.00 KiB (25%)
+  remat    256 B kept from forward to backward, 128 B offloaded to the host's memory, 1 operation
+           computed again
+  searched energy_j 12.5, bound 12 if it is convex, gap 4%
+  search   1.50 s, solver gradient, finished
+  mesh     the best of 2 shapes
+           data 8  at least 9.50 ms, cut off
+"""
+TAIL_OF_ALL = """
+From forward to backward: what is kept, offloaded to the host or computed again, with the bytes that keeping takes
+
+  name               how         bytes    takes  line
+  layer_*/dense  2x  recomputed  512 B  1.00 ms  net.py:7
+
+Formats: products and sums in fewer bits, with what their group adds to the loss: +0.0007
+  predicted of +0.001 that may be added; +0.0008 measured together by a batch
+
+  name               in         loss    gains
+  layer_*/dense  4x  float8  +0.0006  2.00 ms
+  head           1x  own     +0.0005
+
+Formats that were measured together, by a batch
+
+  formats  rounded     step  predicted          measured
+  float8         2  8.00 ms    +0.0007  +0.0008 ± 0.0002
+  none           0  10.0 ms         +0                +0
+
+train_step on 8 devices (data 2 x model 4), compiled for H100
+
+                                  step                 sent                 peak
+  plan             executor  predicted  timeline  predicted  compiled  predicted  compiled
+  the plan (best)  program     10.0 ms   11.0 ms      512 B     600 B   1.00 KiB  1.07 KiB
+
+  a note
+
+Notes
+"""
+"""What the full plan says before its arguments and after its operations, worked out by hand."""
+
+
+def test_each_number_of_the_plans_by_hand_is_in_its_place():
     assert format_plan(small_plan()) == TEXT
+    of_all = format_plan(full_plan())
+    middle = TEXT[TEXT.index("\nArguments") : TEXT.index("\nNotes")]
+    assert of_all == TEXT.splitlines()[0] + "\n" + HEAD_OF_ALL + middle + TAIL_OF_ALL + TEXT.splitlines()[-1]
 
 
 def test_a_plan_is_one_line_where_values_are_shown():
