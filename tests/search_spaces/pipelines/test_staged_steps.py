@@ -17,7 +17,7 @@ from search_spaces.pipelines.example_groups import in_groups
 from search_spaces.pipelines.recomputed_programs import recomputed_stage
 from search_spaces.pipelines.replicas import replicated_step
 from search_spaces.pipelines.residuals import StageResiduals
-from search_spaces.pipelines.stage_keys import NUMBER, Label
+from search_spaces.pipelines.stage_labels import NUMBER, Label
 from search_spaces.pipelines.stage_programs import staged_step
 
 LAYERS, WIDTH, EXAMPLES, MICROBATCHES = 4, 6, 12, 3
@@ -202,6 +202,6 @@ def test_a_stage_has_its_own_weights_and_sends_one_activation_and_one_gradient()
     for here, there in itertools.permutations(range(3), 2):
         for kind in ("forward", "backward"):
             reads = staged.programs[Label(kind, there)].reads
-            sent = [key for key in reads if staged.makers.get(key, Label("begin", 0))[:2] == (kind, here)]
+            sent = [key for key in reads if staged.makers.get(key) == Label(kind, here)]
             is_next = there - here == (1 if kind == "forward" else -1)
             assert [staged.avals[key].shape for key in sent] == [(EXAMPLES // MICROBATCHES, WIDTH)] * is_next

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from search_spaces.rematerialisation.minimum_cuts import Choices
+from search_spaces.rematerialisation.choices import Choices
 
 NUM_STEPS = 7
 
