@@ -116,7 +116,8 @@ def _remat(remat: Rematerialisation) -> str:
     if not remat.recomputed:
         return f"{kept}, nothing computed again"
     takes = "" if remat.offloaded else f" in {format_s(remat.seconds)}"
-    return f"{kept}, {len(remat.recomputed)} operations computed again{takes}"
+    count = len(remat.recomputed)
+    return f"{kept}, {count} operation{'s' if count != 1 else ''} computed again{takes}"
 
 
 _KINDS = {"product": "products", "sum": "sums", "kept": "kept arrays"}

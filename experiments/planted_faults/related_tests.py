@@ -8,6 +8,8 @@ import ast
 import functools
 from pathlib import Path
 
+from experiments.planted_faults.random_faults import PACKAGES
+
 _THROUGH_FOLDERS = {
     "cost": "tests/conformance/test_cost_models.py",
     "search_spaces": "tests/conformance/test_spaces.py",
@@ -19,8 +21,9 @@ _ONLY_BY_IMPORT = "experiments"  # whose tests, all together, take minutes
 def related_tests(path: str, root: Path, *, nearest_only: bool = False) -> list[str]:
     """Returns the paths of the tests that are related to a file of code.
 
-    First the one with its name, then those that import it, then the others of the mirrored folder, then those that go
-    through all files of its folder. A folder without tests of its own has those of the folder above it.
+    First the one with its name, then those that import it, then the others of the mirrored folder, those first that
+    import what imports it, then those that go through all files of its folder. A folder without tests of its own has
+    those of the folder above it.
 
     Args:
       path: of the file of code, from the repository's folder.
@@ -38,7 +41,13 @@ def related_tests(path: str, root: Path, *, nearest_only: bool = False) -> list[
     importing.sort(key=lambda test: (_ONLY_BY_IMPORT in test.parts, mirrored not in test.parents, len(texts[test])))
     neighbours = []
     if code.parts[0] != _ONLY_BY_IMPORT:
-        neighbours = sorted(mirrored.glob("test_*.py"))
+        steps = _steps_to(module, root)
+
+        def nearness(test: Path) -> tuple[int, int]:
+            found = [steps[name] for name in _imported_modules(texts[test]) if name in steps]
+            return min(found, default=len(steps)), len(texts[test])
+
+        neighbours = sorted(mirrored.glob("test_*.py"), key=nearness)
     through = [root / test for folder, test in _THROUGH_FOLDERS.items() if path.startswith(f"{folder}/")]
     through = [test for test in through if test.exists()]
     if nearest_only and named:
@@ -53,6 +62,18 @@ def _mirrored(root: Path, code: Path) -> Path:
     while not any(folder.glob("test_*.py")) and folder != root / "tests":
         folder = folder.parent
     return folder
+
+
+def _steps_to(module: str, root: Path) -> dict[str, int]:
+    """Returns by how many imports each module of the packages leads to one, 0 for that one; others are missing."""
+    files = [path for package in PACKAGES for path in (root / package).rglob("*.py")]
+    names = {path: ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__") for path in files}
+    imports = {names[path]: _imported_modules(path.read_text(encoding="utf-8")) for path in files}
+    steps, last = {module: 0}, {module}
+    while last:
+        last = {name for name, imported in imports.items() if name not in steps and imported & last}
+        steps.update(dict.fromkeys(last, max(steps.values()) + 1))
+    return steps
 
 
 @functools.cache

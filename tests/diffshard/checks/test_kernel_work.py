@@ -156,7 +156,9 @@ def test_products_of_libraries(call: str, flops: float):
     assert timeline.notes == ()
 
 
-def test_an_unknown_custom_call_is_priced_by_its_bytes_and_says_so():
-    timeline = played('%k = f32[5]{0} custom-call(%b), custom_call_target="mine"')
-    assert timeline.step_s == 4
-    assert timeline.notes == ("custom call 'mine' is priced by its bytes alone",)
+@pytest.mark.parametrize(("target", "operands"), [("mine", 1), ("mine", 3), ("__cublas$lt$matmul", 1)])
+def test_a_custom_call_whose_work_is_not_known_is_priced_by_its_bytes_and_says_so(target, operands):
+    call = f'%k = f32[5]{{0}} custom-call({", ".join(["%b"] * operands)}), custom_call_target="{target}"'
+    timeline = played(call)
+    assert timeline.step_s == 2 + 2 * operands  # 20 bytes of each array, at 10 a second
+    assert timeline.notes == (f"custom call {target!r} is priced by its bytes alone",)

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import diffshard
-from tests.diffshard.pipelines.microbatch_functions import (
+from tests.search_spaces.pipelines.microbatch_functions import (
     WEIGHTS,
     X,
     whole_in_a_branch,

@@ -12,10 +12,17 @@ from cost.base import Link
 from cost.lines import Line
 from cost.presets import preset
 from diffshard.budgets.base import PhasePlans
-from diffshard.plans.base import PlannedObjective, PredictedCollective, TriedShape
+from diffshard.plans.base import (
+    FormatGroup,
+    FormatTrial,
+    PlannedFormats,
+    PlannedObjective,
+    PredictedCollective,
+    TriedShape,
+)
 from diffshard.plans.comparison import ComparedPlan, Comparison
 from diffshard.plans.lanes import Lane, LaneBar
-from diffshard.plans.sections import Rematerialisation, Residual
+from diffshard.plans.sections import Advice, PredictedComputing, Rematerialisation, Residual, WholeWork
 from diffshard.resharding import Move
 from diffshard.tables.learned_cost import LearnedPrediction
 from search_spaces.embedding_tables.base import DEVICE, EVERY_DEVICE, HOST, EmbeddingTable, Piece, TableDevices
@@ -25,8 +32,10 @@ from tests.diffshard.plans.small_plan import MEMORY, small_plan
 
 
 def full_plan() -> diffshard.Plan:
-    """The small plan with every field that plans may have."""
+    """The small plan with every field that plans may have but a timeline."""
     plan = small_plan()
+    groups = FormatGroup("layer_*/dense", 4, 2, 6e-4, 2e-3), FormatGroup("head", 1, 0, 5e-4, 1e-3, "int8", "sum")
+    trials = FormatTrial("float8", 8e-3, 2, 7e-4, 8e-4, 2e-4), FormatTrial("none", 10e-3, 0, 0.0, 0.0)
     lanes = (Lane("compute", 5e-3, (LaneBar("layer_0", "forward", 0.0, 5e-3, 2),)),)
     compared = ComparedPlan("the plan", "program", 10e-3, 11e-3, 5e-3, 512.0, 600.0, 1024.0, 1100.0, True, (), lanes)
     residual = Residual("layer_*/dense", "net.py:7", "recomputed", 2, 512.0, 1e-3)
@@ -54,6 +63,10 @@ def full_plan() -> diffshard.Plan:
         donate_argnames=("other",),
         logical_axis_rules=(("embed", ("model",)),),
         objective=PlannedObjective("energy_j", 12.5, 12.0),
+        formats=PlannedFormats(1e-3, 7e-4, groups, 8e-4, "a batch", trials),
+        computing=PredictedComputing(4e-3, 0.5, 2e-3, 0.25),
+        whole_work=(WholeWork("dot_general (net.py:7)", (3,), 1.5e-3, True, 31, 32, ("data",), ("batch",), 0),),
+        advice=(Advice("1.00 ms less: donate `state`", 1e-3), Advice("512 B less", 0.0, 512.0)),
     )
 
 

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 import diffshard
-from diffshard.sharding_search.option_pairs import REFUSED_PAIRS
+from diffshard.sharding_search.option_pairs import REFUSED_PAIRS, check_pairs
 
 PAGE = Path(__file__).parents[3] / "docs" / "pairs.md"
 SHAPES = [jax.ShapeDtypeStruct((16, 16), "float32")] * 2, jax.ShapeDtypeStruct((8, 16), "float32")
@@ -106,6 +106,22 @@ def searched(options, folder):
 
 
 PAIRS = [pair for pair in itertools.combinations(OPTIONS, 2) if name_of(pair[0]) != name_of(pair[1])]
+
+
+def test_two_options_alone_are_refused_if_and_only_if_the_table_has_them():
+    value_of = {"check": "numbers", "executor": "program"}
+    for pair in itertools.permutations(OPTIONS, 2):
+        if name_of(pair[0]) == name_of(pair[1]):
+            continue
+        given = {name_of(o): value_of.get(o, o.partition('="')[2].strip('"') or 1) for o in pair}
+        if reason_for(*pair) is None:
+            check_pairs(given)
+            check_pairs({**given, pair[0]: None, pair[1]: ()})
+        else:
+            with pytest.raises(ValueError, match="cannot be given together with"):
+                check_pairs(given)
+            check_pairs({**given, name_of(pair[0]): None})
+            check_pairs({**given, name_of(pair[1]): ()})
 
 
 @pytest.mark.parametrize("option", OPTIONS)

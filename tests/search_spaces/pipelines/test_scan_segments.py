@@ -198,8 +198,11 @@ def indexed_layers(params, tokens):
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (checkpoint_of_all_layers, r"a jax.checkpoint \(.*test_cut_steps.py.* Put it around the function of one layer"),
-        (indexed_layers, r"a scan \(.*test_cut_steps.py.* reads no stacked weights slice by slice"),
+        (
+            checkpoint_of_all_layers,
+            r"a jax.checkpoint \(.*test_scan_segments.py.* Put it around the function of one layer",
+        ),
+        (indexed_layers, r"a scan \(.*test_scan_segments.py.* reads no stacked weights slice by slice"),
     ],
 )
 def test_loops_that_cannot_be_divided_are_refused_by_name(loss, message):

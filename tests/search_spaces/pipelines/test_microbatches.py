@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType
 
 import diffshard
-from tests.diffshard.pipelines.microbatch_functions import (
+from tests.search_spaces.pipelines.microbatch_functions import (
     FUNCTIONS,
     KEY,
     WEIGHTS,
