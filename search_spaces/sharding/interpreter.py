@@ -9,6 +9,7 @@ how it is resharded and computed with is left to `Arrays`.
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -36,8 +37,12 @@ class _Kept(NamedTuple):
     value: int
 
 
-class _Residual(NamedTuple):
-    """Where the residual of an operation's sums stands in an environment: in its last map."""
+@dataclass(frozen=True)
+class _Residual:
+    """Where the residual of an operation's sums stands in an environment: in its last map.
+
+    It is no tuple, which would be equal to another one of the same number.
+    """
 
     vertex: int
 

@@ -128,7 +128,7 @@ def test_one_device_measures_the_losses_of_the_program_and_feedback_is_worth_som
     traced = trace_function(options, args)
     space = space_of(options, traced)
     calls = [arguments(seed) for seed in range(steps)]
-    formats = diffshard.formats.Formats(1.0, calls, steps=steps, products=(), sums=["int4", INT4])
+    formats = diffshard.formats.Formats(1.0, calls, steps=steps, products=(), sums=["int4", INT4], kept=["int8"])
     groups = {group.format: group for group in all_groups(space, formats) if "gradients" in group.name}
     assert {group.format for group in all_groups(space, formats) if group.name.startswith("forward")} == {"int4"}
     losses = MeasuredLosses(formats, space, options, array_types(traced.call.arrays), traced.out_paths, DEVICES)
