@@ -3,10 +3,10 @@
 >>> step = diffshard.search(train_step, mesh, formats=diffshard.formats.Formats(max_loss_increase=0.01))
 >>> plan = diffshard.bilevel(device_loss, mesh, params, batch, max_loss_increase=0.01)
 
-`Formats` asks `search` for products in fewer bits. `bilevel` chooses for each collective a strategy (`Exact`, `Encode`
-in a precision such as `INT8`, `EveryK`, `ErrorFeedback`, `Schedule`, `LastGradient`), by an estimate of what it does to
-the loss. `alternatives` declares approximations of your own; `expert_layer` and `windowed_attention` are layers that
-have some.
+`Formats` asks `search` for products in fewer bits; `Carried` is a state with what error feedback adds to it. `bilevel`
+chooses for each collective a strategy (`Exact`, `Encode` in a precision such as `INT8`, `EveryK`, `ErrorFeedback`,
+`Schedule`, `LastGradient`), by an estimate of what it does to the loss. `alternatives` declares approximations of your
+own; `expert_layer` and `windowed_attention` are layers that have some.
 """
 
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from diffshard.bilevel_search.plans.pareto import pareto as pareto
     from diffshard.bilevel_search.proving import CandidatesData as CandidatesData
     from diffshard.bilevel_search.search import BilevelSearch as BilevelSearch
+    from diffshard.sharding_search.carried import Carried as Carried
     from diffshard.sharding_search.number_formats import Formats as Formats
     from search_spaces.communication.base import BFLOAT16 as BFLOAT16
     from search_spaces.communication.base import FLOAT8 as FLOAT8

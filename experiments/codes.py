@@ -4,10 +4,11 @@
     python -m experiments.codes --compile decoder --mesh 4x8 [--links 0.25] [--exposed-share 0.8] [--formats int8]
 
 The first trains a small model from the start on one device, which sums in as many parts as devices would, with the sums
-of all gradients in each format, and with all arrays of the forward pass kept in it. The second compiles a model of
-`experiments.timeline_models` for H100s (the extra `gpu-compile`) with sums as they are, and in each format wherever
-that gains, whatever the loss says, for links between hosts of some share of the preset's bandwidth; and plays the
-programs back. `experiments.remat` compiles plans that keep arrays as codes under memory limits.
+of all gradients in each format, without error feedback and with it, and with all arrays of the forward pass kept in it.
+The second compiles a model of `experiments.timeline_models` for H100s (the extra `gpu-compile`) with sums as they are,
+and in each format wherever that gains, whatever the loss says, for links between hosts of some share of the preset's
+bandwidth; and plays the programs back. `experiments.remat` compiles plans that keep arrays as codes under memory
+limits.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from experiments.models.model import abstract_arguments
 from experiments.tables import print_table
 from experiments.targets import MESHES
 from experiments.timeline_models import CASES
-from search_spaces.sharding.codes import FORMATS
+from search_spaces.sharding.codes import FEEDBACK, FORMATS
 
 LATE_SHARE = 0.2
 """The last losses of a training, of which the mean is compared."""
@@ -43,7 +44,8 @@ LATE_SHARE = 0.2
 def training_table(setting: Setting, names: Sequence[str], steps: int, seeds: int, num_devices: int) -> None:
     """Trains with everything exact, and with each kind of codes in each format, and prints the losses."""
     trainings = [setting.training(seed, steps) for seed in range(seeds)]
-    formats = diffshard.formats.Formats(1.0, trainings[0], steps=steps, products=(), sums=names, kept=names)
+    sums = [*names, *(name + FEEDBACK for name in names)]
+    formats = diffshard.formats.Formats(1.0, trainings[0], steps=steps, products=(), sums=sums, kept=names)
     mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,))
     hardware = diffshard.preset("h100", dict(mesh.shape))
     options = Options(fn=setting.small.step, mesh=mesh, hardware=hardware, memory_limit_bytes=np.inf)

@@ -64,7 +64,8 @@ def plan_by_shardy(request: PlanRequest) -> Plan:
     axes = dict(plan.mesh_axes)
     mesh = with_automatic_axes(request.options.mesh).abstract_mesh
     flat = flat_function(plan, request.traced_function, request.space, mesh)
-    lowered = flat.jit().trace(*request.traced_function.call.arrays).lower(lowering_platforms=(jax.default_backend(),))
+    traced = flat.jit().trace(*request.traced_function.call.arrays, *flat.residuals)
+    lowered = traced.lower(lowering_platforms=(jax.default_backend(),))
     partitioned = sent_bytes(with_reduce_scatters(explicit_collectives(lowered), axes), axes)
     predicted = predicted_sent_bytes(plan.collectives, axes)
     notes = plan.notes

@@ -65,12 +65,13 @@ class SavedArray:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint."""
+    """A whole checkpoint; `residuals` are of sums with error feedback, by their keys in `formats.Carried`."""
 
     folder: str
     num_steps: Count
     arrays: tuple[SavedArray, ...]
     data: JsonValues
+    residuals: tuple[SavedArray, ...] = ()
 
     def plan(self) -> Plan | PipelinePlan:
         """Reads the plan that the training ran with."""
@@ -85,6 +86,7 @@ class _Manifest(NamedTuple):
     arrays: tuple[SavedArray, ...]
     data: JsonValues
     files: Files
+    residuals: tuple[SavedArray, ...] = ()
 
 
 def step_folder(directory: str, num_steps: int) -> str:
@@ -93,7 +95,12 @@ def step_folder(directory: str, num_steps: int) -> str:
 
 
 def write_manifest(
-    folder: str, plan: Plan | PipelinePlan, num_steps: int, arrays: Sequence[SavedArray], data: Any
+    folder: str,
+    plan: Plan | PipelinePlan,
+    num_steps: int,
+    arrays: Sequence[SavedArray],
+    data: Any,
+    residuals: Sequence[SavedArray] = (),
 ) -> None:
     """Finishes a checkpoint whose arrays are written: adds the plan and, last, the manifest."""
     path = os.path.join(folder, PLAN)
@@ -109,6 +116,7 @@ def write_manifest(
         "arrays": [asdict(array) for array in arrays],
         "data": data,
         "files": files,
+        "residuals": [asdict(array) for array in residuals],
     }
     replace_file(os.path.join(folder, MANIFEST), json.dumps({"checksum": _checksum_of(document), **document}))
 
@@ -141,7 +149,8 @@ def read_manifest(folder: str) -> tuple[Checkpoint, Files]:
             f"`{folder}` is the checkpoint of step {manifest.num_steps} under another name. Give it its own name back, "
             f"`{os.path.basename(own_folder)}`, or move it out of the directory."
         )
-    return Checkpoint(folder, manifest.num_steps, manifest.arrays, manifest.data), manifest.files
+    checkpoint = Checkpoint(folder, manifest.num_steps, manifest.arrays, manifest.data, manifest.residuals)
+    return checkpoint, manifest.files
 
 
 def _manifest_of(values: Any) -> _Manifest:

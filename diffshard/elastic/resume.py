@@ -31,7 +31,7 @@ from diffshard.plans.formats import short_name
 from diffshard.processes import Processes, errors_for_all, processes_of
 from diffshard.sharding_search.call import split
 from diffshard.sharding_search.mesh_candidates import mesh_of_all
-from diffshard.sharding_search.placing_arrays import FreshState
+from diffshard.sharding_search.placing_arrays import FreshState, parameter_of
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.request import PlanRequest
 
@@ -134,6 +134,11 @@ def resume(
                 plan = step.plan(fresh_state.shapes, *args)
                 tensors = plan.arguments[: len(fresh_state.arrays)]
                 shardings = [NamedSharding(plan.placed_mesh, tensor.partition_spec) for tensor in tensors]
+                if plan.residuals and parameter_of(plan.residuals[0]) != plan.parameters[0]:
+                    raise ValueError(
+                        "`fn` must return the new state, its first argument, as the first part of the result that "
+                        "replaces an argument, for sums with error feedback, whose residuals are saved with it."
+                    )
         except BaseException:
             if ownership is not None:
                 ownership.release()

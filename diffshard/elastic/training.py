@@ -3,11 +3,11 @@
 import functools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cost.real_numbers import whole_number
 from diffshard.elastic.checkpoint_files import (
@@ -26,6 +26,7 @@ from diffshard.pipelines.plan import PipelinePlan
 from diffshard.plans.formats import short_name
 from diffshard.processes import errors_for_all, processes_of
 from diffshard.sharding_search.call import abstract_array, array_paths, split
+from diffshard.sharding_search.carried import Carried, placed_residuals, residual_key
 from diffshard.sharding_search.numbers_check import as_one_array
 from diffshard.sharding_search.placing_arrays import FreshState
 from diffshard.sharding_search.plan import Plan
@@ -34,6 +35,8 @@ from diffshard.sharding_search.planned_function import PlannedFunction
 PlanT = TypeVar("PlanT", Plan, PipelinePlan)
 STATE = "state"
 """What the state is called in checkpoints and messages, whatever the function calls its argument."""
+_RESIDUAL = "residuals of operation "
+"""What the residuals of sums with error feedback are called in checkpoints, before their keys."""
 
 
 class Training(Generic[PlanT]):
@@ -84,12 +87,32 @@ class Training(Generic[PlanT]):
         """
         fresh, shardings = self._fresh_state, self._shardings
         if self._checkpoint is None:
-            return fresh.make(shardings)
+            return self._with_residuals(fresh.make(shardings), {})
         targets = {
             saved.path: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
             for saved, array, sharding in zip(self._saved, fresh.arrays, shardings, strict=True)
         }
-        return fresh.structure.unflatten(self._files.restore(self._checkpoint.folder, targets))
+        saved = self._checkpoint.residuals
+        targets |= {_RESIDUAL + array.path: self._residual_target(array) for array in saved}
+        restored = self._files.restore(self._checkpoint.folder, targets)
+        num_arrays = len(fresh.arrays)
+        residuals = {array.path: own for array, own in zip(saved, restored[num_arrays:], strict=True)}
+        return self._with_residuals(fresh.structure.unflatten(restored[:num_arrays]), residuals)
+
+    def _residual_target(self, array: SavedArray) -> jax.ShapeDtypeStruct:
+        """Returns where residuals are read to: as the plan has them, or whole where it divides them otherwise."""
+        sharding = NamedSharding(self._mesh, PartitionSpec())
+        for tensor in self.plan.residuals if isinstance(self.plan, Plan) else ():
+            if (residual_key(tensor), tensor.shape) == (array.path, array.shape):
+                sharding = NamedSharding(self._mesh, tensor.partition_spec)
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+    def _with_residuals(self, state: Any, residuals: Mapping[str, Any]) -> Any:
+        """Returns a state as the plan's step takes it."""
+        if not isinstance(self.plan, Plan) or not (self.plan.residuals or residuals):
+            return state
+        placed = placed_residuals(self.plan, self.plan.placed_mesh, residuals)
+        return Carried(state, placed) if placed else state
 
     def save(self, num_steps: int, state: Any, data: Any = None, *, force: bool = False) -> bool:
         """Begins a checkpoint if `save_interval_steps` divides the number of steps; returns whether it does.
@@ -124,12 +147,17 @@ class Training(Generic[PlanT]):
             if (num_steps == self._last_saved) if force else (num_steps % self._save_interval_steps):
                 return False
             what, facts = "save a checkpoint", {"`num_steps`": str(num_steps)}
+            state, residuals = (state.state, state.residuals) if isinstance(state, Carried) else (state, {})
             data, named = processes_of(self._mesh).alike(
                 what, lambda: self._checked(num_steps, state, data), lambda _: facts
             )
+            named |= {_RESIDUAL + key: array for key, array in residuals.items()}
             self.wait()
-            saved = self._saved
-            finish = functools.partial(write_manifest, plan=self.plan, num_steps=num_steps, arrays=saved, data=data)
+            entries = saved_arrays(tuple(residuals), [abstract_array(array) for array in residuals.values()])
+            finish = functools.partial(
+                write_manifest,
+                plan=self.plan, num_steps=num_steps, arrays=self._saved, data=data, residuals=entries,
+            )  # fmt: skip
             self._files.save(step_folder(self._directory, num_steps), named, finish)
             self._last_saved = num_steps
             return True

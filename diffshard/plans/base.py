@@ -333,6 +333,8 @@ class PlanData(Certified):
       shapes: the shapes of the mesh that were tried, the best first; empty where the mesh was given.
       formats: number formats that were searched together with the shardings, and what they do to the loss; None where
         the function keeps its own.
+      residuals: what devices have not sent yet of the sums that are sent with error feedback, as arrays beside the
+        argument in whose path they are; empty where no sum is.
       stored_in: the file of a store of plans from which it was taken instead of a search; "" if it was searched.
       timeline: the step as a program for each device, played in its own order; None for other executors, where
         collectives hold arithmetic, and in plans of older versions.
@@ -375,6 +377,7 @@ class PlanData(Certified):
     function_digest: str = field(default="", compare=False)
     shapes: tuple[TriedShape, ...] = ()
     formats: PlannedFormats | None = None
+    residuals: tuple[Tensor, ...] = ()
     stored_in: str = field(default="", compare=False)
     timeline: PredictedTimeline | None = None
     computing: PredictedComputing | None = None

@@ -11,6 +11,7 @@ from cost.base import COLLECTIVE_KINDS
 from diffshard.plans.base import Operation, PlanData, Tensor
 from diffshard.plans.certificate import check_certificate
 from search_spaces.partition_specs import NamedSpec
+from search_spaces.sharding.codes import has_feedback
 
 _MOST_DEVICES = 2**31  # of a mesh: more than JAX can count
 _TOLERANCE = 1e-6  # relative: sums of the same numbers in another order
@@ -37,7 +38,7 @@ def check_plan(plan: PlanData, distinct: Iterable[int] | None = None) -> None:
     operations = [(f"operations[{i}]", plan.operations[i]) for i in indices]
     _check_predictions(plan, plan.operations)
     _check_positions(plan)
-    for field in ("arguments", "outputs"):
+    for field in ("arguments", "outputs", "residuals"):
         for i, tensor in enumerate(getattr(plan, field)):
             check_tensor(tensor, axes, f"{field}[{i}]")
     for name, operation in operations:
@@ -45,6 +46,7 @@ def check_plan(plan: PlanData, distinct: Iterable[int] | None = None) -> None:
     is_input = [operation.kind == "input" for operation in plan.operations]
     if is_input.count(True) != len(plan.arguments) or not all(is_input[: len(plan.arguments)]):
         raise ValueError(f"`operations` must begin with the {len(plan.arguments)} arguments, and have no other input")
+    _check_residuals(plan)
     _check_collectives(plan)
     _check_whole_work(plan)
     _check_memory(plan)
@@ -70,6 +72,13 @@ def _check_positions(plan: PlanData) -> None:
     for number in plan.static_argnums:
         if number < len(plan.parameters) and plan.parameters[number] in with_arrays:
             raise ValueError(f"`static_argnums` has {number}, but {plan.parameters[number]} has arrays in `arguments`")
+
+
+def _check_residuals(plan: PlanData) -> None:
+    keys = [f".residuals['{i}']" for i, operation in enumerate(plan.operations) if has_feedback(operation.sent_in)]
+    paths = [tensor.path for tensor in plan.residuals]
+    if len(keys) != len(paths) or not all(path.endswith(key) for key, path in zip(keys, paths, strict=True)):
+        raise ValueError(f"`residuals` must be of the {len(keys)} operations whose sums are sent with error feedback")
 
 
 def check_tensor(tensor: Tensor, axes: Iterable[str], name: str) -> None:

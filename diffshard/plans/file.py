@@ -20,7 +20,10 @@ from diffshard.plans.json_values import MisfitError, from_json_values, link_from
 from search_spaces.partition_specs import NamedSpec
 
 VERSION = 3
-_RECORDS = {"arguments": Tensor, "outputs": Tensor, "operations": Operation, "collectives": PredictedCollective}
+_RECORDS = {
+    "arguments": Tensor, "outputs": Tensor, "residuals": Tensor,
+    "operations": Operation, "collectives": PredictedCollective,
+}  # fmt: skip
 _NOT_SAVED = ("stored_in", "mesh", "structures")
 _PLACE = ("source", "scope")  # of an operation in the user's program
 _SPEC_FIELDS = {"spec", "next_best_spec"}

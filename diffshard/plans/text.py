@@ -183,6 +183,8 @@ def _arguments(plan: PlanData) -> str:
     title = (
         f"Arguments: {len(plan.arguments)} arrays, {format_bytes(total)}, of which a device holds {format_bytes(local)}"
     )
+    if plan.residuals:
+        title += f"; and {format_bytes(sum(device_bytes(plan, t) for t in plan.residuals))} of residuals"
     rows = [("name", "", "type", "sharding", "device", "next best, what it adds")]
     for group in alike_arguments(plan):
         tensors = [plan.arguments[i] for i in group.members]

@@ -44,6 +44,7 @@ class FlatFunction(NamedTuple):
       in_shardings, out_shardings: of each flat argument and result.
       donate_argnums: positions of flat arguments whose memory may be used for results.
       compiler_options: for `jax.jit`; XLA ignores those for other backends.
+      residuals: what it takes after its arguments and returns after its results: `PlanData.residuals`.
     """
 
     run: Callable[..., list[Any]]
@@ -51,6 +52,7 @@ class FlatFunction(NamedTuple):
     out_shardings: tuple[NamedSharding, ...]
     donate_argnums: tuple[int, ...]
     compiler_options: dict[str, Any]
+    residuals: tuple[jax.ShapeDtypeStruct, ...] = ()
 
     def jit(self, name: str = "function", *, is_nested: bool = False) -> Any:
         """Returns the function under `jax.jit`, with a name for its traces.
@@ -73,7 +75,7 @@ class FlatFunction(NamedTuple):
     def export_for(self, platform: str, args: Sequence[jax.ShapeDtypeStruct]) -> bytes:
         """Returns the function lowered for a platform, such as "cuda", as `jax.export` writes it."""
         checks = [export.DisabledSafetyCheck.custom_call(target) for target in CUSTOM_CALL_TARGETS]
-        exported = export.export(self.jit(), platforms=[platform], disabled_checks=checks)(*args)
+        exported = export.export(self.jit(), platforms=[platform], disabled_checks=checks)(*args, *self.residuals)
         return bytes(exported.serialize())
 
 
@@ -82,7 +84,8 @@ def flat_function(
 ) -> FlatFunction:
     """Returns a traced function as the plan's executor runs it on a mesh."""
     evaluate = _evaluator(plan, traced_function, space, with_automatic_axes(mesh))
-    types = array_types(traced_function.call.arrays)
+    residuals = tuple(jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in plan.residuals)
+    types = array_types((*traced_function.call.arrays, *residuals))
 
     def run(*arrays: Any) -> list[Any]:  # is traced once; other arrays need another plan
         if array_types(arrays) != types:
@@ -93,7 +96,7 @@ def flat_function(
     def run_on_explicit_axes(*arrays: Any) -> list[Any]:
         pairs = zip(mesh.axis_names, mesh.axis_types or (), strict=True)
         axes = tuple(name for name, kind in pairs if kind is AxisType.Explicit)
-        specs = [_spec_over(tensor, axes) for tensor in plan.outputs]
+        specs = [_spec_over(tensor, axes) for tensor in (*plan.outputs, *plan.residuals)]
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             run_on_automatic_axes: Any = jax.sharding.auto_axes(run, axes=axes, out_sharding=specs)
             return run_on_automatic_axes(*arrays)
@@ -102,9 +105,12 @@ def flat_function(
         return tuple(NamedSharding(mesh, tensor.partition_spec) for tensor in tensors)
 
     donated = tuple(i for i, is_donated in enumerate(traced_function.call.donated) if is_donated)
+    if donated:  # the state is
+        donated += tuple(range(len(plan.arguments), len(plan.arguments) + len(residuals)))
     options = _PROGRAM_OPTIONS if plan.executor == "program" else {}
     run_on_mesh = run_on_explicit_axes if has_explicit_axes(mesh) else run
-    return FlatFunction(run_on_mesh, shardings(plan.arguments), shardings(plan.outputs), donated, dict(options))
+    arguments, results = shardings((*plan.arguments, *plan.residuals)), shardings((*plan.outputs, *plan.residuals))
+    return FlatFunction(run_on_mesh, arguments, results, donated, dict(options), residuals)
 
 
 def _spec_over(tensor: Tensor, axes: Sequence[str]) -> PartitionSpec:
@@ -162,7 +168,10 @@ def _evaluator(
             "The plan does not say how partial results are finished, because an older version saved it. "
             'Use `executor="constraints"`, or search again.'
         )
-    return space.device_program(layout, mesh)
+    program = space.device_program(layout, mesh)
+    if [residual.shape for residual in program.residuals.values()] != [tensor.shape for tensor in plan.residuals]:
+        raise PlanError("The plan has other residuals than its sums with error feedback need: search again.")
+    return program
 
 
 def _check_partitioned_rightly(graph: Graph, layout: Layout) -> None:

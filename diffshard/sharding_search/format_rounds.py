@@ -14,12 +14,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from jax.extend import core
-from jax.sharding import AbstractMesh, AxisType
 
 from diffshard.base import OPTIMAL_GAP, InfeasibleError
 from diffshard.deadline import Deadline
 from diffshard.plans.base import FormatGroup, FormatTrial, PlannedFormats
 from diffshard.sharding_search.call import array_types
+from diffshard.sharding_search.carried import carrying_parameter
 from diffshard.sharding_search.format_losses import Increase, MeasuredLosses
 from diffshard.sharding_search.format_rules import simple_rules
 from diffshard.sharding_search.format_search import (
@@ -30,11 +30,13 @@ from diffshard.sharding_search.format_search import (
     predicted_increase,
     share_in,
 )
-from diffshard.sharding_search.number_formats import ProductGroup, all_groups, offered_groups
+from diffshard.sharding_search.number_formats import Formats, ProductGroup, all_groups, offered_groups
 from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.plan_store import is_made_for
 from diffshard.sharding_search.request import PlanRequest
-from diffshard.sharding_search.tracing import space_of, trace_function
+from diffshard.sharding_search.tracing import space_of, traced_measured_function
 from search_spaces.sharding.base import FormatKey
+from search_spaces.sharding.codes import has_feedback
 from search_spaces.sharding.format_gains import gains_s, in_formats
 
 _EXACT_SHARE = 0.2
@@ -75,7 +77,16 @@ def find_plan_with_formats(request: PlanRequest) -> Plan:
     assert formats is not None
     if not space.as_program:
         raise ValueError("`formats` need an explicit program, and the function has operations that cannot be in one.")
+    feeds_back = [name for name in formats.sums if has_feedback(name)]
+    if feeds_back and carrying_parameter(request.traced_function) is None:
+        raise ValueError(
+            f"`Formats.sums` has {feeds_back[0]!r}, whose residuals go with the state of a training, but no result of "
+            f"{request.options.function_name} replaces an argument. Return the new state as one part of the result."
+        )
     groups = offered_groups(space, formats)
+    earlier = request.options.start
+    if isinstance(earlier, Plan) and is_made_for(earlier, request) and _is_for(earlier, groups, formats):
+        return request.complete(earlier)
     losses = _measured_losses(request) if formats.calls or formats.validation_runs else None
     if formats.increases is not None:
         names = {group.name for group in all_groups(space, formats)}
@@ -98,6 +109,20 @@ def find_plan_with_formats(request: PlanRequest) -> Plan:
     best = _fastest_within(trials, formats.max_loss_increase)
     _warn_of_overflows(losses)
     return _with_formats(request, groups, best, trials, losses.measured_by)
+
+
+def _is_for(plan: Plan, groups: Sequence[ProductGroup], formats: Formats) -> bool:
+    """Tells whether a plan's formats were chosen within the same limit of the same groups, measured in the same way.
+
+    What was measured on may differ: a training that goes on has other calls left.
+    """
+    planned = plan.formats
+    if planned is None or planned.max_loss_increase != formats.max_loss_increase:
+        return False
+    offered = {group.name for group in groups}
+    known = {group.name for group in planned.groups}
+    wanted = offered if formats.increases is None else offered & formats.increases.keys()
+    return known == wanted and bool(planned.measured_by) == bool(formats.calls or formats.validation_runs)
 
 
 def _measured_trials(
@@ -172,10 +197,7 @@ def _measured_losses(request: PlanRequest) -> MeasuredLosses:
     formats = options.formats
     assert formats is not None
     if formats.measured_fn is not None:
-        mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,))
-        options = replace(options, fn=formats.measured_fn, mesh=mesh, in_shardings=None, memory_limit_bytes=math.inf)
-        first = formats.calls[0] if formats.calls else formats.validation_runs[0][0]
-        traced_function = trace_function(options, first)
+        options, traced_function = traced_measured_function(options)
         space = space_of(options, traced_function)
     types = array_types(traced_function.call.arrays)
     paths, num_devices = traced_function.out_paths, math.prod(request.space.axis_sizes)

@@ -20,6 +20,7 @@ from diffshard.base import InfeasibleError
 from diffshard.deadline import Deadline
 from diffshard.sharding_search.number_formats import ProductGroup, kind_of
 from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.plan_store import start_of
 from diffshard.sharding_search.planning import fastest_choice, make_plan, solve_problem_of
 from diffshard.sharding_search.request import PlanRequest
 from search_spaces.sharding.base import FormatKey
@@ -88,8 +89,11 @@ def first_start(request: PlanRequest, groups: Sequence[ProductGroup], deadline: 
       InfeasibleError: no plan fits the memory limit.
     """
     offered = kept_in(member for group in groups for member in group.members)
+    earlier = request.options.start
+    begin = None if earlier is None else start_of(earlier, request.space)
     try:
-        return Start(np.asarray(fastest_choice(request, deadline).choice), frozenset())
+        solution = fastest_choice(request, deadline, None if begin is None else begin.choice)
+        return Start(np.asarray(solution.choice), frozenset())
     except InfeasibleError:
         if not offered:
             raise

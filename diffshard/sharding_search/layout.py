@@ -11,7 +11,7 @@ from diffshard.plans.base import Operation, PlanData
 from search_spaces.partition_specs import IndexedSpec, indexed_spec
 from search_spaces.sharding.base import Coded, Layout, ReshardStep, ShardingStrategy
 from search_spaces.sharding.codes import FORMATS as CODES
-from search_spaces.sharding.codes import sums_in
+from search_spaces.sharding.codes import SUMS, sums_in
 from search_spaces.sharding.execution import make_layout
 from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.product_formats import FORMATS, FormattedProduct, takes
@@ -84,7 +84,8 @@ def _coded(plan: PlanData, space: ShardingSpace) -> frozenset[Coded]:
     for coded in (*sums, *kept):
         vertex, operation = space.graph.vertices[coded.vertex], plan.operations[coded.vertex]
         is_kept = coded.kind == "kept"
-        if coded.format not in CODES or not (coded.vertex in residuals if is_kept else sums_in(vertex, coded.format)):
+        known = CODES if is_kept else SUMS
+        if coded.format not in known or not (coded.vertex in residuals if is_kept else sums_in(vertex, coded.format)):
             raise PlanError(
                 f"The plan {'keeps the result' if is_kept else 'sends the sums'} of {operation.signature} "
                 f"({operation.source}) in {coded.format}, in which that cannot be."

@@ -13,7 +13,9 @@ from search_spaces.sharding.number_formats import MixedProducts
 FlatCall = Sequence[Any]
 """The flat arguments of one step."""
 State = Mapping[int, Any]
-"""The arrays that results have replaced, by the number of the flat argument."""
+"""The arrays that results have replaced, by the number of the flat argument, and `RESIDUALS`."""
+RESIDUALS = -1
+"""The place of the residuals of sums with error feedback in a state."""
 LOOK_SHARE = 0.5
 """The share of a look's losses, its last ones, that are compared: the first step has the same state in both."""
 
@@ -54,8 +56,9 @@ class Look:
     ) -> tuple[State, np.ndarray]:
         state, losses = dict(state), []
         for arguments in calls:
-            results = step(weights, *(state.get(i, array) for i, array in enumerate(arguments)))
-            state = {argument: results[result] for result, argument in self._replaced}
+            residuals = state.get(RESIDUALS, self.mixed.first_residuals())
+            results, residuals = step(weights, residuals, *(state.get(i, array) for i, array in enumerate(arguments)))
+            state = {argument: results[result] for result, argument in self._replaced} | {RESIDUALS: residuals}
             losses.append(results[self._loss])
         return state, np.array(losses, np.float64)
 
@@ -68,14 +71,18 @@ class Look:
         first = {i: jnp.asarray(state.get(i, calls[0][i])) for i in carried}
         varying = [i for i in range(len(calls[0])) if i not in carried]
         batches = {i: jnp.stack([jnp.asarray(arguments[i]) for arguments in calls]) for i in varying}
+        first[RESIDUALS] = state.get(RESIDUALS, self.mixed.first_residuals())
         return np.asarray(self._slopes(jnp.asarray(weights), first, batches), np.float64)
 
     def _late_loss(self, weights: jax.Array, state: dict[int, Any], batches: dict[int, Any]) -> jax.Array:
         @jax.checkpoint
         def step(state: dict[int, Any], batch: dict[int, Any]) -> tuple[dict[int, Any], jax.Array]:
-            results = self.mixed(weights, *(array for _, array in sorted({**state, **batch}.items())))
+            residuals = state.pop(RESIDUALS)
+            arguments = (array for _, array in sorted({**state, **batch}.items()))
+            results, residuals = self.mixed(weights, residuals, *arguments)
             types = {i: array.dtype for i, array in state.items()}
-            return {i: results[r].astype(types[i]) for r, i in self._replaced}, results[self._loss]
+            after = {i: results[r].astype(types[i]) for r, i in self._replaced}
+            return {**after, RESIDUALS: residuals}, results[self._loss]
 
         _, losses = jax.lax.scan(step, state, batches)
         return jnp.mean(losses[-math.ceil(LOOK_SHARE * len(losses)) :])

@@ -14,7 +14,7 @@ from cost.real_numbers import is_positive, real_number, whole_number
 from diffshard.plans.formats import format_count
 from search_spaces.sharding.base import Coded, FormatKey
 from search_spaces.sharding.codes import FORMATS as CODES
-from search_spaces.sharding.codes import directions, is_narrower, sums_in
+from search_spaces.sharding.codes import SUMS, directions, has_feedback, is_narrower, sums_in
 from search_spaces.sharding.format_gains import most_gains_s
 from search_spaces.sharding.graph import Graph, Vertex
 from search_spaces.sharding.product_formats import FORMATS, is_backward, takes
@@ -63,7 +63,9 @@ class Formats:
         "float8_rows" and "int8" (a scale for each row of what is contracted), "float4" (e2m1, a scale for 32 numbers).
         The hardware must have the rate of each.
       sums: the formats of codes in which partial sums, as those of gradients, may be sent between devices: "bfloat16",
-        "float8", "int8" and "int4". Of those with as many bits as the sums themselves nothing is sent.
+        "float8", "int8" and "int4". Of those with as many bits as the sums themselves nothing is sent. Each may end
+        with " with error feedback", for sums of gradients: what rounding loses is added in the next step. Where a plan
+        has such sums the step takes and returns a `Carried` in the place of the state.
       kept: the formats of codes, as for `sums`, as which arrays may be kept from the forward to the backward pass. That
         takes time and saves memory, so that it is chosen where the memory limit asks for it.
     """
@@ -147,7 +149,7 @@ def check_formats(formats: Any, hardware: Hardware) -> None:
     if formats.measured_fn is not None and not callable(formats.measured_fn):
         raise TypeError(f"`Formats.measured_fn` must be a function, not {type(formats.measured_fn).__name__}.")
     _check_products(formats.products, hardware)
-    _check_names("sums", formats.sums, CODES)
+    _check_names("sums", formats.sums, SUMS)
     _check_names("kept", formats.kept, CODES)
     if not (formats.products or formats.sums or formats.kept):
         raise ValueError("`Formats` has neither `products` nor `sums` nor `kept`: give the formats of one of them.")
@@ -245,8 +247,9 @@ def _sum_groups(graph: Graph, formats: Sequence[str]) -> list[ProductGroup]:
     direction_of = directions(graph) if formats else ()
     groups: dict[tuple[str, str], list[Vertex]] = {}
     for direction, name in product(_SUMS, formats):
+        may_feed_back = direction == "gradient" or not has_feedback(name)  # else residuals would be of other numbers
         for vertex in graph.operations():
-            if direction_of[vertex.index] == direction and sums_in(vertex, name):
+            if direction_of[vertex.index] == direction and sums_in(vertex, name) and may_feed_back:
                 groups.setdefault((_SUMS[direction], name), []).append(vertex)
     return [ProductGroup(f"{place} in {name}", place, tuple(v), name, "sum") for (place, name), v in groups.items()]
 

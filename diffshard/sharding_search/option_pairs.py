@@ -29,8 +29,6 @@ REFUSED_PAIRS = (
     RefusedPair("formats", "pipeline", "the stages of a pipeline keep the formats of the step"),
     RefusedPair("formats", "remat", "what is computed again is not measured; use `jax.checkpoint`"),
     RefusedPair("formats", "check", "formats change results by more than rounding, and are compiled for one executor"),
-    RefusedPair("formats", "cache", "a file does not keep what was measured; use `Plan.save`, and `increases` again"),
-    RefusedPair("formats", "start", "the search begins with the plan of exact products"),
     RefusedPair("formats", 'executor="constraints"', "only programs round the operands of products"),
     RefusedPair("formats", 'executor="propagation"', "only programs round the operands of products"),
     RefusedPair("formats", "objective", f"a limit on the loss {_BY_SECONDS}"),

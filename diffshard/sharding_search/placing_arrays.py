@@ -145,6 +145,58 @@ def check_arrays(tensors: Sequence[Tensor], paths: Sequence[str], arrays: Sequen
         raise PlanError(f"The plan was made for {len(tensors)} arrays in its arguments, not {len(arrays)}.")
 
 
+def fitting_tensors(
+    of_argument: Mapping[str, tuple[Tensor, ...]],
+    function: str,
+    paths_of: Callable[[str], tuple[str, ...]],
+    arrays: Sequence[jax.ShapeDtypeStruct],
+    argument: str | None,
+    cast: bool,
+) -> tuple[Tensor, ...]:
+    """Returns the arrays of the argument of a planned function that a tree is.
+
+    Args:
+      of_argument: the plan's arrays by argument.
+      function: its name.
+      paths_of: returns the paths of the tree's arrays in an argument of a name.
+      arrays: of the tree.
+      argument: which one it is; None for the only one that it fits.
+      cast: whether floating arrays may have other floating dtypes than the plan's.
+
+    Raises:
+      PlanError: it is no such argument, or fits several.
+    """
+    if argument is not None and argument not in of_argument:
+        raise PlanError(f"`argument` is {argument!r}, but the plan was made for {', '.join(of_argument)}.")
+    fitting, errors = [], []
+    for name in of_argument if argument is None else [argument]:
+        tensors = of_argument[name]
+        given = _as_planned(arrays, tensors) if cast else arrays
+        try:
+            check_arrays(tensors, paths_of(name), given)
+            fitting.append(name)
+        except PlanError as error:
+            errors.append(f"It is not `{name}`: {error}")
+    if len(fitting) == 1:
+        return of_argument[fitting[0]]
+    if fitting:
+        raise PlanError(f"The tree fits {' and '.join(map(repr, fitting))}; name one by `argument`.")
+    raise PlanError(f"The tree is no argument of {function}. {' '.join(errors)}")
+
+
+def _as_planned(arrays: Sequence[jax.ShapeDtypeStruct], tensors: Sequence[Tensor]) -> list[jax.ShapeDtypeStruct]:
+    """Returns floating arrays with the dtypes of a plan's, where those are floating too."""
+
+    def is_float(dtype: Any) -> bool:
+        return "<" not in str(dtype) and jnp.issubdtype(dtype, jnp.floating)
+
+    planned = list(arrays)
+    for i, (array, tensor) in enumerate(zip(arrays, tensors, strict=False)):
+        if is_float(array.dtype) and is_float(tensor.dtype):
+            planned[i] = jax.ShapeDtypeStruct(array.shape, jnp.dtype(tensor.dtype))
+    return planned
+
+
 def parameter_of(tensor: Tensor) -> str:
     """Returns the name of the argument that has an array."""
     return tensor.path[: len(tensor.path) - len(path_inside(tensor.path))]

@@ -9,7 +9,6 @@ from os import PathLike
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from diffshard.base import PlanError
@@ -22,6 +21,13 @@ from diffshard.plans.page_elements import framed
 from diffshard.plans.text import format_in_line, format_plan
 from diffshard.processes import errors_for_all, processes_of
 from diffshard.sharding_search.call import Call, Static, Structure, abstract_array, array_paths, split
+from diffshard.sharding_search.carried import (
+    Carried,
+    placed_residuals,
+    residual_key,
+    with_residuals,
+    without_residuals,
+)
 from diffshard.sharding_search.executors import with_executor
 from diffshard.sharding_search.fingerprints import plan_facts
 from diffshard.sharding_search.options import Options
@@ -30,6 +36,7 @@ from diffshard.sharding_search.placing_arrays import (
     LocalPart,
     PlaceArrays,
     check_arrays,
+    fitting_tensors,
     local_part,
     named_arguments,
     parameter_of,
@@ -112,6 +119,9 @@ class Plan(PlanData):
         >>> state = plan.shard(state)
         >>> batch = plan.shard(batch=batch)
 
+        Where the plan sends sums with error feedback, the state comes with residuals, as a `formats.Carried`: those of
+        one that is given, also if another plan of the function made them, else zeros.
+
         With `jax.distributed` every process gives the whole arrays, and puts its own blocks of them on its devices.
         When arguments are sharded for the first time, samples of their values are compared between the processes.
         Arrays that are over the devices of all processes already, as input pipelines make them, are taken as they are.
@@ -168,7 +178,8 @@ class Plan(PlanData):
         with errors_for_all(self.mesh, "make an argument"):
             mesh, fresh = self.placed_mesh, FreshState(init, *args)
             tensors = self._tensors_for(fresh.paths, fresh.arrays, argument)
-            return fresh.make([NamedSharding(mesh, tensor.partition_spec) for tensor in tensors])
+            made = fresh.make([NamedSharding(mesh, tensor.partition_spec) for tensor in tensors])
+            return self._carried(made, {}) if tensors and self._carries(parameter_of(tensors[0])) else made
 
     def tensors_of(self, tree: Any, argument: str | None = None, *, cast: bool = False) -> tuple[Tensor, ...]:
         """Returns how the plan splits the arrays of a tree that is an argument of its function.
@@ -193,23 +204,8 @@ class Plan(PlanData):
         argument: str | None,
         cast: bool = False,
     ) -> tuple[Tensor, ...]:
-        names = [name for name in self._parameters if not self._is_static(name)]
-        if argument is not None and argument not in names:
-            raise PlanError(f"`argument` is {argument!r}, but the plan was made for {', '.join(names)}.")
-        fitting, errors = [], []
-        for name in names if argument is None else [argument]:
-            tensors = self._tensors_of(name)
-            given = _as_planned(arrays, tensors) if cast else arrays
-            try:
-                check_arrays(tensors, paths_of(name), given)
-                fitting.append(name)
-            except PlanError as error:
-                errors.append(f"It is not `{name}`: {error}")
-        if len(fitting) == 1:
-            return self._tensors_of(fitting[0])
-        if fitting:
-            raise PlanError(f"The tree fits {' and '.join(map(repr, fitting))}; name one by `argument`.")
-        raise PlanError(f"The tree is no argument of {self.function}. {' '.join(errors)}")
+        of_argument = {name: self._tensors_of(name) for name in self._parameters if not self._is_static(name)}
+        return fitting_tensors(of_argument, self.function, paths_of, arrays, argument, cast)
 
     def local_parts(self, name: str) -> dict[str, LocalPart]:
         """Returns which part of each array of an argument this process holds, and has to load for `shard_local`.
@@ -233,7 +229,10 @@ class Plan(PlanData):
         return {t.path: local_part(NamedSharding(mesh, t.partition_spec), t.shape) for t in self._tensors_of(name)}
 
     def _placed(self, args: Sequence[Any], kwargs: Mapping[str, Any], place: PlaceArrays) -> Any:
+        args, kwargs, residuals = without_residuals(args, kwargs)
         mesh, placed_arguments = self.placed_mesh, []
+        if residuals and not self.residuals:
+            placed_residuals(self, mesh, residuals)  # warns that they are left out
         for name, argument in named_arguments(self._parameters, self.static_argnames, args, kwargs):
             if self._is_static(name):
                 placed_arguments.append(argument)
@@ -242,8 +241,16 @@ class Plan(PlanData):
             is_first = name not in self._seen_arguments
             placed = place(self._tensors_of(name), array_paths(name, argument), arrays, mesh, is_first)
             self._seen_arguments.add(name)
-            placed_arguments.append(structure.unflatten(placed))
+            argument = structure.unflatten(placed)
+            placed_arguments.append(self._carried(argument, residuals or {}) if self._carries(name) else argument)
         return placed_arguments[0] if len(placed_arguments) == 1 else tuple(placed_arguments)
+
+    def _carries(self, name: str) -> bool:
+        """Tells whether residuals go with an argument."""
+        return bool(self.residuals) and parameter_of(self.residuals[0]) == name
+
+    def _carried(self, state: Any, residuals: Mapping[str, Any]) -> Carried:
+        return Carried(state, placed_residuals(self, self.placed_mesh, residuals))
 
     @property
     def in_shardings(self) -> tuple[Any, ...]:
@@ -254,7 +261,14 @@ class Plan(PlanData):
             `plan(...)` of the result returns.
         """
         args, _ = self._structure(0).unflatten_beside_constants(self._named_shardings(self.arguments))
-        return tuple(argument for argument in args if not isinstance(argument, Static))
+        shardings = self._named_shardings(self.residuals)
+        carried = [
+            Carried(argument, dict(zip(map(residual_key, self.residuals), shardings, strict=True)))
+            if self._carries(name)
+            else argument
+            for name, argument in zip(self._parameters, args, strict=False)
+        ]
+        return tuple(argument for argument in carried if not isinstance(argument, Static))
 
     @property
     def out_shardings(self) -> Any:
@@ -263,7 +277,8 @@ class Plan(PlanData):
         Raises:
           PlanError: as `in_shardings`.
         """
-        return self._structure(1).unflatten_beside_constants(self._named_shardings(self.outputs))
+        result = self._structure(1).unflatten_beside_constants(self._named_shardings(self.outputs))
+        return with_residuals(self, result, self._named_shardings(self.residuals)) if self.residuals else result
 
     def apply(
         self,
@@ -288,6 +303,8 @@ class Plan(PlanData):
         """
         mesh = self.mesh if mesh is None else mesh
         with errors_for_all(self.mesh or mesh, "apply a plan"):
+            if check is not None and self.residuals:
+                raise ValueError("`check` cannot be given for a plan with error feedback, which changes numbers.")
             if check not in ("numbers", None):
                 raise ValueError(f'`check` must be "numbers" or None, not {check!r}: the plan is made.')
             # Of axes in another order, parts over several axes would come out in another order than specs say.
@@ -379,16 +396,3 @@ class Plan(PlanData):
                 "`plan = plan.apply(fn, mesh).plan(*args)`, where shapes (`jax.eval_shape`) are enough."
             )
         return self.structures[number]
-
-
-def _as_planned(arrays: Sequence[jax.ShapeDtypeStruct], tensors: Sequence[Tensor]) -> list[jax.ShapeDtypeStruct]:
-    """Returns floating arrays with the dtypes of a plan's, where those are floating too."""
-
-    def is_float(dtype: Any) -> bool:
-        return "<" not in str(dtype) and jnp.issubdtype(dtype, jnp.floating)
-
-    planned = list(arrays)
-    for i, (array, tensor) in enumerate(zip(arrays, tensors, strict=False)):
-        if is_float(array.dtype) and is_float(tensor.dtype):
-            planned[i] = jax.ShapeDtypeStruct(array.shape, jnp.dtype(tensor.dtype))
-    return planned

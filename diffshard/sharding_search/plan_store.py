@@ -29,6 +29,7 @@ from diffshard.sharding_search.fingerprints import digest_of, facts_of, function
 from diffshard.sharding_search.layout import signature_of
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.request import PlanRequest
+from diffshard.sharding_search.tracing import traced_measured_function
 from search_spaces.partition_specs import IndexedSpec, NamedSpec, indexed_spec
 from search_spaces.sharding.base import ShardingStrategy
 from search_spaces.sharding.space import ShardingSpace
@@ -106,8 +107,12 @@ def checked_folder(folder: Any) -> str:
 
 def key_of(request: PlanRequest) -> str:
     """Returns a hash of everything that the plan of a request depends on."""
-    facts = facts_of(request.options, request.traced_function)
-    return digest_of({**facts, "`time_limit_s`": repr(request.options.time_limit_s)})
+    options, formats = request.options, request.options.formats
+    facts = {**facts_of(options, request.traced_function), "`time_limit_s`": repr(options.time_limit_s)}
+    if formats is not None and formats.measured_fn is not None and (formats.calls or formats.validation_runs):
+        measured_function = traced_measured_function(options)[1]
+        facts["`Formats.measured_fn`"] = function_digest(measured_function)  # `facts_of` does not see what it calls
+    return digest_of(facts)
 
 
 def _from_document(document: Any, key: str, path: str, request: PlanRequest) -> Plan:

@@ -29,6 +29,7 @@ from diffshard.sharding_search.call import (
     jax_settings,
     split,
 )
+from diffshard.sharding_search.carried import residuals_for_call, with_residuals, without_residuals
 from diffshard.sharding_search.executors import FlatFunction, flat_function
 from diffshard.sharding_search.fingerprints import facts_of, run_facts
 from diffshard.sharding_search.numbers_check import NumbersCheck
@@ -69,6 +70,11 @@ class _Prepared(Generic[PlanT]):
         with jax.core.eval_context():  # the first use may be under a trace
             return self.make_flat()
 
+    @property
+    def residuals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What the function takes after its flat arrays."""
+        return self._flat.residuals
+
     @cached_property
     def jitted(self) -> Any:
         """The function of flat arrays."""
@@ -79,14 +85,19 @@ class _Prepared(Generic[PlanT]):
         """The same for use under another trace."""
         return self._flat.jit(self.name, is_nested=True)
 
-    def run(self, arrays: Iterable[Any]) -> Any:
+    def run(self, arrays: Iterable[Any], residuals: Mapping[str, Any] | None = None) -> Any:
+        """Runs the function on flat arrays, and on residuals where the plan has some; returns its result."""
         arrays = tuple(arrays)
         if self.make_check is not None:
             results = self.make_check().results(self.jitted, self._flat.donate_argnums, arrays)
             self.make_check = None
             return self.result.unflatten(results)
         jitted = self.nested if any(isinstance(array, Tracer) for array in arrays) else self.jitted
-        return self.result.unflatten(jitted(*arrays))
+        if not self.plan.residuals and not residuals:
+            return self.result.unflatten(jitted(*arrays))
+        results = jitted(*arrays, *residuals_for_call(self.plan, self.plan.mesh, residuals, arrays))
+        result, after = self.result.unflatten(results[: len(self.plan.outputs)]), results[len(self.plan.outputs) :]
+        return with_residuals(self.plan, result, after)
 
 
 class PlannedFunction(Generic[PlanT]):
@@ -136,17 +147,21 @@ class PlannedFunction(Generic[PlanT]):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function with the plan for these arguments.
 
+        Where the plan has residuals, of sums with error feedback, the state that is returned is a `formats.Carried`,
+        which the next call takes. A state without residuals begins with none.
+
         An array that is committed to another sharding than the plan's is moved, with a warning for the first time.
 
         Raises:
           ValueError: the mesh is abstract.
         """
+        args, kwargs, residuals = without_residuals(args, kwargs)
         last, arrays = self._last, None
         if last is not None and last.settings == jax_settings():
             arrays = last.call.structure.arrays_of(bound_arguments(self.options, args, kwargs))
         if last is not None and arrays is not None:
             try:
-                return last.run(arrays)
+                return last.run(arrays, residuals)
             except Exception:  # arrays of other types or at other places than the last ones, or the function itself
                 if _have_types(arrays, last.call) and not self._misplaced(last.plan, arrays):
                     raise
@@ -156,7 +171,7 @@ class PlannedFunction(Generic[PlanT]):
                 "Give `diffshard.search` (or `Plan.load`) a jax.sharding.Mesh of devices."
             )
         prepared, arrays = self._prepare(args, kwargs, None, is_expected=not self._prepared)
-        result = prepared.run(self._placed(prepared, arrays))
+        result = prepared.run(self._placed(prepared, arrays), residuals)
         self._last = prepared
         return result
 
@@ -168,7 +183,7 @@ class PlannedFunction(Generic[PlanT]):
         cannot be compiled.
         """
         prepared, _ = self._prepare(args, kwargs, None)
-        traced = prepared.jitted.trace(*prepared.call.arrays)
+        traced = prepared.jitted.trace(*prepared.call.arrays, *prepared.residuals)
         if isinstance(self.options.mesh, Mesh):
             return traced.lower()
         return traced.lower(lowering_platforms=(jax.default_backend(),))
@@ -193,6 +208,7 @@ class PlannedFunction(Generic[PlanT]):
         self, args: Sequence[Any], kwargs: Mapping[str, Any], progress: Progress | None, *, is_expected: bool = True
     ) -> tuple[_Prepared[PlanT], list[Any]]:
         """Returns what runs a call, and its flat arrays. A search that the user may not expect is told."""
+        args, kwargs, _ = without_residuals(args, kwargs)
         with errors_for_all(self.options.mesh, f"plan {self.options.function_name} together"):
             arrays, structure = split(bound_arguments(self.options, args, kwargs))
             key = structure, array_types(arrays), jax_settings()

@@ -20,6 +20,7 @@ from diffshard.outer_search import CutOffError
 from diffshard.plans.base import Operation, PlannedObjective, PredictedCollective, Tensor
 from diffshard.plans.formats import short_name
 from diffshard.plans.sections import PredictedComputing
+from diffshard.sharding_search.carried import planned_residuals
 from diffshard.sharding_search.executors import default_executor, executor_notes
 from diffshard.sharding_search.fingerprints import function_digest
 from diffshard.sharding_search.layout import signature_of
@@ -255,6 +256,7 @@ def make_plan(request: PlanRequest, solution: Solution) -> Plan:
         computing=PredictedComputing(*space.computing(summary.layout)),
         timeline=predicted_timeline(space, summary.layout) if executor == "program" else None,
         function_digest=function_digest(traced_function),
+        residuals=planned_residuals(traced_function, space, summary.layout),
         mesh=options.mesh,
         structures=(traced_function.call.structure, traced_function.result),
     )

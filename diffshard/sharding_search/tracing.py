@@ -12,12 +12,12 @@ import keyword
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from jax.extend import core
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from diffshard.base import InfeasibleError
 from diffshard.plans.base import LogicalAxisRules
@@ -144,6 +144,16 @@ class _Result:
 def trace_function(options: Options, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> TracedFunction:
     """Traces the function for arguments that are arrays or `jax.ShapeDtypeStruct`; errors of JAX are passed on."""
     return trace_call(options, call_of(options, args, kwargs or {}))
+
+
+def traced_measured_function(options: Options) -> tuple[Options, TracedFunction]:
+    """Returns the function that formats measure in the place of the searched one, with options of its own."""
+    formats, one = options.formats, AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,))
+    assert formats is not None
+    assert formats.measured_fn is not None
+    options = replace(options, fn=formats.measured_fn, mesh=one, in_shardings=None, memory_limit_bytes=math.inf)
+    first = formats.calls[0] if formats.calls else formats.validation_runs[0][0]
+    return options, trace_function(options, first)
 
 
 def trace_call(options: Options, call: Call, report_lost: ReportLostChanges = warn_of_lost_changes) -> TracedFunction:

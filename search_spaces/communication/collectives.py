@@ -36,8 +36,8 @@ def run_encoded(
     """Runs a collective whose operand is sent as codes; `key` may be None if these are rounded to the nearest.
 
     Returns:
-      The result in the type of `x`; and for an all-reduce this device's residual, float32: the sum of the residuals
-      over the devices is the exact sum minus the result. None for the other kinds.
+      The result in the type of `x`; and for a reduction this device's residual, float32, shaped as `x`: the sum of the
+      residuals over the devices is the exact sum minus the result. None for the other kinds.
     """
     key = _folded(key, lax.axis_index(collective.axes))
     axes, sizes, n = collective.axes, collective.sizes, collective.num_devices
@@ -52,8 +52,9 @@ def run_encoded(
             y = _join_parts(rows, collective.dimensions[0], collective.tiled)
         case "reduce_scatter":
             rows = _cut_into_parts(x, collective.dimensions[0], n, collective.tiled)
-            y = _sum_and_scatter(rows.reshape(n, -1), axes, sizes, precision, key)[0]
+            y, residual = _sum_and_scatter(rows.reshape(n, -1), axes, sizes, precision, key)
             y = y.reshape(rows.shape[1:])
+            residual = _join_parts(residual.reshape(rows.shape), collective.dimensions[0], collective.tiled)
         case "all_to_all":
             rows = _cut_into_parts(x, collective.dimensions[0], n, collective.tiled)
             flat = rows.reshape(n, -1)

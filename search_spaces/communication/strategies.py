@@ -84,7 +84,7 @@ class ErrorFeedback:
     def run(self, collective, x, residual, key, step):  # noqa: D102
         operand, cast_loss = with_residual(x, residual)
         y, rounding_loss = run_encoded(collective, operand, self.precision, key)
-        assert rounding_loss is not None, "gradients are summed by all-reduces, which have a residual"
+        assert rounding_loss is not None, "gradients are summed by reductions, which have a residual"
         return y, rounding_loss + cast_loss
 
     def stages(self, collective, shape, dtype):  # noqa: D102

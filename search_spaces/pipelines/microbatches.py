@@ -20,8 +20,9 @@ from search_spaces.pipelines.batch_states import BatchFlow, Split, State, spec_o
 from search_spaces.pipelines.step_order import Step, operands_of, step_order, values_of
 from search_spaces.replay import bind
 from search_spaces.sharding.base import Layout, ReshardStep
+from search_spaces.sharding.executor import ReadOperand
 from search_spaces.sharding.graph import Graph, Value, Vertex
-from search_spaces.sharding.interpreter import Environment, GraphInterpreter, ReadOperand
+from search_spaces.sharding.interpreter import Environment, GraphInterpreter
 from search_spaces.sharding.local_blocks import Blocks, context_of_blocks
 from search_spaces.sharding.local_operations import LocalCall, run_local, untyped_parameters
 from search_spaces.sharding.schedule import ProgramSchedule
@@ -228,8 +229,8 @@ class _Parts:
         assert vertex.equation is not None
         return bind(vertex.equation, operands, **untyped_parameters(vertex.equation))
 
-    def reduce(self, vertex: Vertex, results: Sequence[Any]) -> Sequence[Any]:
-        del vertex
+    def reduce(self, vertex: Vertex, results: Sequence[Any], residual: Any = None) -> Sequence[Any]:
+        del vertex, residual
         return results
 
     def context_of(self, equation: core.JaxprEqn) -> Any:

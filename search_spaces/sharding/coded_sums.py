@@ -17,9 +17,9 @@ from jax import lax
 
 from search_spaces.communication.base import CollectiveOp, Precision
 from search_spaces.communication.collectives import run_encoded
-from search_spaces.communication.strategies import stages_of
+from search_spaces.communication.strategies import ErrorFeedback, stages_of
 from search_spaces.sharding.base import Axes, ReshardStep, Rule, ShardingStrategy
-from search_spaces.sharding.codes import FORMATS
+from search_spaces.sharding.codes import has_feedback, precision_of
 from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.local_blocks import Blocks
 from search_spaces.sharding.local_operations import LocalCall, run_local
@@ -53,11 +53,11 @@ def coded_sum(path: Paths, value: Value, steps: Sequence[ReshardStep], format_na
       path: of the mesh; has its rates.
       value: the array as a whole.
       steps: how the sums are finished exactly, over the fast links first.
-      format_name: a key of `codes.FORMATS`.
+      format_name: one of `codes.SUMS`.
     """
     key = "sum", value.shape, value.dtype, tuple(steps), format_name
     if key not in path.messages:
-        path.messages[key] = _coded_sum(path, value, steps, FORMATS[format_name])
+        path.messages[key] = _coded_sum(path, value, steps, precision_of(format_name))
     return path.messages[key]
 
 
@@ -78,9 +78,14 @@ def _coded_sum(path: Paths, value: Value, steps: Sequence[ReshardStep], precisio
     return CodedSum(num_exact, tuple(sent), num_coded)
 
 
-def can_be_coded(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
-    """Tells whether a strategy leaves partial sums in blocks without padding, whose numbers would spoil the scales."""
-    return any(strategy.reductions) and divides(strategy.unreduced[0], vertex.results[0].shape, axis_sizes)
+def can_be_coded(vertex: Vertex, strategy: ShardingStrategy, name: str, axis_sizes: tuple[int, ...]) -> bool:
+    """Tells whether a strategy leaves partial sums in blocks without padding, whose numbers would spoil the scales.
+
+    With error feedback they are finished by collectives of one kind, so that there is one residual.
+    """
+    kinds = {step.kind for steps in strategy.reductions for step in steps if axis_sizes[step.axis] > 1}
+    has_kinds = len(kinds) == 1 if has_feedback(name) else any(strategy.reductions)
+    return has_kinds and divides(strategy.unreduced[0], vertex.results[0].shape, axis_sizes)
 
 
 def finished_steps(
@@ -95,9 +100,29 @@ def finished_steps(
 
 
 def finish_sum(
-    blocks: Blocks, block: Any, unreduced: Any, steps: Sequence[ReshardStep], num_exact: int, precision: Precision
-) -> Any:
-    """Returns a block with its partial sums combined, as `Blocks.reduce` does, but the later steps on codes."""
+    blocks: Blocks,
+    block: Any,
+    unreduced: Any,
+    steps: Sequence[ReshardStep],
+    num_exact: int,
+    precision: Precision,
+    residual: Any = None,
+) -> tuple[Any, Any]:
+    """Combines the partial sums of a block, as `Blocks.reduce` does, but the later steps on codes.
+
+    Args:
+      blocks: of the mesh.
+      block: of partial sums.
+      unreduced: its spec.
+      steps: how the sums are finished.
+      num_exact: of these, those that run as they are, before the codes.
+      precision: of the codes.
+      residual: what this device has not sent before, which is added to what is sent as codes, by all steps of one kind;
+        float32, with as many elements as that. None for no error feedback.
+
+    Returns:
+      The block, and what this device has not sent now: None, or shaped as its part of the coded collective.
+    """
     steps = [step for step in steps if blocks.axis_sizes[step.axis] > 1]
     exact, spec = {step.axis for step in steps[:num_exact]}, unreduced
     for kind, group in groupby(steps, key=lambda step: step.kind):
@@ -112,7 +137,8 @@ def finish_sum(
         plain = [name for name, c in zip(names, is_coded, strict=True) if not c]
         if kind == "all_reduce":
             block = lax.psum(block, tuple(plain)) if plain else block
-            block = run_encoded(_collective(kind, *coded), block, precision, None)[0] if coded else block
+            if coded:
+                block, residual = _sent(_collective(kind, *coded), block, precision, residual)
         else:
             dim = next(d for d, after in enumerate(members[-1].spec) if after != spec[d])
             rows = jnp.moveaxis(_split(block, dim, sizes), range(dim, dim + len(sizes)), range(len(sizes)))
@@ -120,16 +146,22 @@ def finish_sum(
                 rows = lax.psum_scatter(rows, names[i], scatter_dimension=i)
             if coded:
                 rows = rows.reshape(prod(coded[1]), *rows.shape[len(coded[1]) :])
-                rows = run_encoded(_collective(kind, *coded), rows, precision, None)[0]
+                rows, residual = _sent(_collective(kind, *coded), rows, precision, residual)
             block = rows
         spec = members[-1].spec
-    return block
+    return block, residual
+
+
+def _sent(collective: CollectiveOp, x: Any, precision: Precision, residual: Any) -> tuple[Any, Any]:
+    if residual is None:
+        return run_encoded(collective, x, precision, None)[0], None
+    return ErrorFeedback(precision).run(collective, x, residual.reshape(x.shape), None, None)
 
 
 def sum_in_parts(
-    vertex: Vertex, rule: Rule, operands: Sequence[Any], num_parts: int, precision: Precision
-) -> list[Any]:
-    """Returns the results of an operation on one device, summed as devices would sum them that share its reduction.
+    vertex: Vertex, rule: Rule, operands: Sequence[Any], num_parts: int, precision: Precision, residuals: Any = None
+) -> tuple[Any, Any]:
+    """Returns the result of an operation on one device, summed as devices would sum it that share its reduction.
 
     The reduced dimension is cut into parts, whose partial sums are rounded to codes before they are added. Where it
     cannot be cut, there is one part.
@@ -140,19 +172,32 @@ def sum_in_parts(
       operands: whole arrays.
       num_parts: devices that share the reduction; as many as its dimension divides, if these are fewer.
       precision: of the codes.
+      residuals: of the parts, `[parts, elements]` as `part_residuals` makes them; None for no error feedback.
+
+    Returns:
+      The result, and the next residuals.
     """
     count, strategy = _in_parts(vertex, rule, num_parts)
     blocks = Blocks((_PARTS,), (count,))
     stacks = [_stacked(operand, spec, count) for operand, spec in zip(operands, strategy.operands, strict=True)]
 
-    def part(*parts: Any) -> Any:
+    def part(residual: Any, *parts: Any) -> Any:
         (partial,) = run_local(LocalCall(vertex, strategy, blocks), parts)
-        return finish_sum(blocks, partial, strategy.unreduced[0], strategy.reductions[0], 0, precision)
+        steps = strategy.reductions[0]
+        block, residual = finish_sum(blocks, partial, strategy.unreduced[0], steps, 0, precision, residual)
+        return block, None if residual is None else residual.ravel()
 
-    axes = tuple(0 if is_stack else None for _, is_stack in stacks)
-    result = jax.vmap(part, in_axes=axes, axis_name=_PARTS, axis_size=count)(*(stack for stack, _ in stacks))
+    axes = None if residuals is None else 0, *(0 if is_stack else None for _, is_stack in stacks)
+    run = jax.vmap(part, in_axes=axes, axis_name=_PARTS, axis_size=count)
+    result, residuals = run(residuals, *(stack for stack, _ in stacks))
     dims = [d for d, axes in enumerate(strategy.results[0]) if axes]
-    return [jnp.moveaxis(result, 0, dims[0]).reshape(vertex.results[0].shape) if dims else result[0]]
+    return jnp.moveaxis(result, 0, dims[0]).reshape(vertex.results[0].shape) if dims else result[0], residuals
+
+
+def part_residuals(vertex: Vertex, rule: Rule, num_parts: int) -> Any:
+    """Returns the residuals of the parts of `sum_in_parts` before the first step, `[parts, elements]`."""
+    count = _in_parts(vertex, rule, num_parts)[0]
+    return jnp.zeros((count, prod(vertex.results[0].shape)), jnp.float32)
 
 
 def _in_parts(vertex: Vertex, rule: Rule, num_parts: int) -> tuple[int, ShardingStrategy]:

@@ -13,14 +13,35 @@ from search_spaces.sharding.product_formats import is_backward
 
 FORMATS: dict[str, Precision] = {"bfloat16": BFLOAT16, "float8": FLOAT8, "int8": INT8, "int4": INT4}
 """The formats of codes, by name."""
+FEEDBACK = " with error feedback"
+"""Ends the name of a format in which sums are sent where the next step adds what rounding loses of them."""
+SUMS = (*FORMATS, *(name + FEEDBACK for name in FORMATS))
+"""The names of the formats in which sums can be sent."""
 _SUMS = {*CONTRACTIONS, "scatter-add"}
 """Operations whose partial sums are as large as weights or activations."""
+_UNCERTAIN = ("while", "cond")
+"""Primitives whose bodies may run any number of times."""
+
+
+def has_feedback(name: str) -> bool:
+    """Tells whether what a format of sums loses is added in the next step; "" has nothing to lose."""
+    return name.endswith(FEEDBACK)
+
+
+def precision_of(name: str) -> Precision:
+    """Returns the codes of a format of sums."""
+    return FORMATS[name.removesuffix(FEEDBACK)]
 
 
 def sums_in(vertex: Vertex, name: str) -> bool:
-    """Tells whether an operation has partial sums of more bits than a format, as which they can be sent."""
+    """Tells whether an operation has partial sums of more bits than a format, as which they can be sent.
+
+    With error feedback they have to be there in each step: not in a branch, or in a loop of unknown length.
+    """
     is_sum = vertex.primitive in _SUMS and len(vertex.results) == 1 and combiner(vertex) == "sum"
-    return is_sum and is_narrower(name, vertex.results[0].dtype)
+    is_certain = all(caller.primitive.name not in _UNCERTAIN for caller in vertex.callers)
+    is_narrow = is_sum and is_narrower(name.removesuffix(FEEDBACK), vertex.results[0].dtype)
+    return is_narrow and (is_certain or not has_feedback(name))
 
 
 def is_narrower(name: str, dtype: jnp.dtype) -> bool:

@@ -23,9 +23,11 @@ from search_spaces.replay import bind
 from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy
 from search_spaces.sharding.coded_sums import coded_sum, finish_sum
 from search_spaces.sharding.codes import FORMATS as CODES
+from search_spaces.sharding.codes import precision_of
+from search_spaces.sharding.executor import Flow, Keeping, ReadOperand
 from search_spaces.sharding.given import rank_of
 from search_spaces.sharding.graph import Graph, Value, Vertex, follows_contraction
-from search_spaces.sharding.interpreter import Flow, GraphInterpreter, Keeping, ReadOperand
+from search_spaces.sharding.interpreter import GraphInterpreter
 from search_spaces.sharding.kept_codes import LateReads
 from search_spaces.sharding.local_blocks import Blocks, context_of_blocks
 from search_spaces.sharding.local_operations import LocalCall, combiner, run_local, unpadded, untyped_parameters
@@ -34,6 +36,7 @@ from search_spaces.sharding.product_formats import FORMATS
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.schedule import ProgramSchedule
 from search_spaces.sharding.spec import replicated_spec
+from search_spaces.sharding.sum_residuals import residuals_of
 from search_spaces.sharding.whole_operations import whole_operations
 
 
@@ -60,6 +63,7 @@ class DeviceProgram:
     ):
         self.graph, self.layout, self.mesh, self.path = graph, layout, mesh, path
         self.schedule, self.keeping = schedule, Keeping(self.keep, self.kept, late)
+        self.residuals = {residual.vertex: residual for residual in residuals_of(path, graph, layout)}
         self.follows_contraction = follows_contraction(graph)
         self.blocks = Blocks(tuple(mesh.axis_names), tuple(mesh.shape[name] for name in mesh.axis_names))
         # Asked here, because within the mapping over the mesh an opaque operation could not be traced by itself.
@@ -67,18 +71,32 @@ class DeviceProgram:
         self.whole_operations = frozenset(vertex.index for vertex in whole)
 
     def __call__(self, *arguments: Any) -> list[Any]:
-        """Runs the function; returns its flat results."""
-        constants = [self.layout.strategies[v.index].unreduced[0] for v in self.graph.constants]
+        """Runs the function on its flat arguments, and then the residuals; returns its flat results, and the next ones.
+
+        Residuals are those of sums that the layout sends with error feedback, `self.residuals`.
+        """
+        layout, num_inputs = self.layout, len(self.graph.inputs)
+        constants = [layout.strategies[v.index].unreduced[0] for v in self.graph.constants]
+        own = [residual.spec for residual in self.residuals.values()]
         flow = Flow(lay_out=self.lay_out)
-        run = GraphInterpreter(self.graph, self.layout, self.path, self, self.schedule, flow, self.encode, self.keeping)
+        interpreter = GraphInterpreter(
+            self.graph, layout, self.path, self, self.schedule, flow, self.encode, self.keeping
+        )
+
+        def run(inputs: list[Any], constants: list[Any], residuals: list[Any]) -> list[Any]:
+            parts = [residual[0] for residual in residuals]  # of several devices' residuals, that of this one
+            results = interpreter(inputs, constants, dict(zip(self.residuals, parts, strict=True)))
+            num_results = len(layout.output_specs)
+            return [*results[:num_results], *(part[None] for part in results[num_results:])]
+
         program = jax.shard_map(
-            lambda *blocks: run(blocks[: len(arguments)], blocks[len(arguments) :]),
+            run,
             mesh=self.mesh,
-            in_specs=tuple(self._partition_spec(spec) for spec in (*self.layout.input_specs, *constants)),
-            out_specs=[self._partition_spec(spec) for spec in self.layout.output_specs],
+            in_specs=tuple(list(map(self._partition_spec, specs)) for specs in (layout.input_specs, constants, own)),
+            out_specs=[self._partition_spec(spec) for spec in (*layout.output_specs, *own)],
             check_vma=False,
         )
-        return program(*arguments, *self.graph.constant_arrays)
+        return program(list(arguments[:num_inputs]), self.graph.constant_arrays, list(arguments[num_inputs:]))
 
     def _partition_spec(self, spec: IndexedSpec) -> PartitionSpec:
         return partition_spec(named_spec(spec, self.blocks.axis_names))
@@ -146,23 +164,32 @@ class DeviceProgram:
         precision = CODES[self.keeping.late.kept[value.id]]
         return from_codes(numbers, scales, precision, shape[-1]).astype(value.dtype)
 
-    def reduce(self, vertex: Vertex, results: Sequence[Any]) -> Sequence[Any]:
+    def reduce(self, vertex: Vertex, results: Sequence[Any], residual: Any = None) -> Sequence[Any]:
         """Finishes the reduction of an operation on blocks."""
         strategy = self.layout.strategies[vertex.index]
         if self._runs_whole(vertex):
             return results
         if strategy.sent_in:
-            return [self._finish_sum(vertex, strategy, block) for block in results]
+            return self._finish_sum(vertex, strategy, results[0], residual)
         return [
             self.blocks.reduce(block, unreduced, steps, combiner(vertex))
             for block, unreduced, steps in zip(results, strategy.unreduced, strategy.reductions, strict=True)
         ]
 
-    def _finish_sum(self, vertex: Vertex, strategy: ShardingStrategy, block: Any) -> Any:
-        """Finishes the partial sums of an operation's only result on codes."""
-        steps = strategy.reductions[0]
+    def _finish_sum(self, vertex: Vertex, strategy: ShardingStrategy, block: Any, residual: Any) -> list[Any]:
+        """Finishes the partial sums of an operation's only result on codes; returns it, and the next residual if any.
+
+        Without its residual a sum with error feedback is sent as without.
+        """
+        steps, precision = strategy.reductions[0], precision_of(strategy.sent_in)
         num_exact = coded_sum(self.path, vertex.results[0], steps, strategy.sent_in).num_exact
-        return finish_sum(self.blocks, block, strategy.unreduced[0], steps, num_exact, CODES[strategy.sent_in])
+        of_sum = self.blocks, block, strategy.unreduced[0], steps, num_exact, precision
+        if residual is None:
+            return [finish_sum(*of_sum)[0]]
+        form = self.residuals[vertex.index]
+        rows = form.rows_first(residual)
+        block, left = finish_sum(*of_sum, rows)
+        return [block, form.rows_back(left.reshape(rows.shape))]
 
     def _runs_whole(self, vertex: Vertex) -> bool:
         return vertex.index in self.whole_operations

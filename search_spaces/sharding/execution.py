@@ -16,9 +16,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from search_spaces.partition_specs import IndexedSpec, named_spec, partition_spec
 from search_spaces.replay import bind, context_of
 from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy
+from search_spaces.sharding.executor import ReadOperand
 from search_spaces.sharding.given import rank_of
 from search_spaces.sharding.graph import Graph, Value, Vertex
-from search_spaces.sharding.interpreter import GraphInterpreter, ReadOperand
+from search_spaces.sharding.interpreter import GraphInterpreter
 from search_spaces.sharding.local_blocks import Blocks
 from search_spaces.sharding.local_operations import LocalCall, combiner, run_local
 from search_spaces.sharding.opaque.operations import runs_on_parts
@@ -119,8 +120,9 @@ class Execution:
             check_vma=False,
         )(*operands)
 
-    def reduce(self, vertex: Vertex, results: Sequence[Any]) -> Sequence[Any]:
+    def reduce(self, vertex: Vertex, results: Sequence[Any], residual: Any = None) -> Sequence[Any]:
         """Constrains the results of an operation."""
+        del residual
         strategy = self.layout.strategies[vertex.index]
         constraints = zip(results, vertex.results, strategy.results, strict=True)
         return [self.fix(array, value, spec) for array, value, spec in constraints]

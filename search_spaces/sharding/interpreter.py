@@ -7,17 +7,17 @@ how it is resharded and computed with is left to `Arrays`.
 """
 
 from collections import ChainMap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax.extend import core
 
 from search_spaces.partition_specs import IndexedSpec
-from search_spaces.replay import REMAT, scan_again
-from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy
+from search_spaces.replay import REMAT
+from search_spaces.sharding.base import Layout, ShardingStrategy
+from search_spaces.sharding.executor import Arrays, Encode, Flow, Keeping, Path
 from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex
 from search_spaces.sharding.kept_codes import LateReads
 from search_spaces.sharding.resharding import is_message_coded
@@ -29,77 +29,22 @@ Environment = ChainMap[Any, Any]
 The last map is that of the straight line. There a fetch's array stands under its `Fetch`, and partial results that wait
 for their reduction under their vertex.
 """
-Path = Callable[[IndexedSpec, IndexedSpec], Sequence[ReshardStep]]
-"""`path(source, target)`: the steps from one spec to another, such as `resharding.Paths` has them. Where the layout has
-products in float8, it is `resharding.Paths`."""
-ReadOperand = Callable[..., Any]
-"""`read(operand, spec)`: the array of an operand, brought to a spec. With its position as a third argument it is what
-`Encode` made of it, where that is moved."""
-Encode = Callable[[Any, Vertex, int, IndexedSpec], Any]
-"""`encode(array, vertex, position, spec)`: what is moved of an operand of a product in float8: codes with a scale."""
-
-
-class Arrays(Protocol):
-    """What an executor does with arrays."""
-
-    def reshard(self, array: Any, value: Value, source: IndexedSpec, steps: Sequence[ReshardStep]) -> Any:
-        """Brings an array of a value from a spec along some steps."""
-        ...
-
-    def fix(self, array: Any, value: Value, spec: IndexedSpec) -> Any:
-        """Fixes the spec of an array that comes out of a loop or is stored, where the executor has to say so."""
-        ...
-
-    def operate(self, vertex: Vertex, read: ReadOperand) -> Sequence[Any]:
-        """Runs an operation; its results have the specs of the strategy's `unreduced`."""
-        ...
-
-    def reduce(self, vertex: Vertex, results: Sequence[Any]) -> Sequence[Any]:
-        """Finishes what an operation left: the results have the specs of the strategy's `results`."""
-        ...
-
-    def context_of(self, equation: core.JaxprEqn) -> AbstractContextManager[None]:
-        """Restores what an equation was traced with, as far as it holds for these arrays."""
-        ...
-
-
-def _as_it_lies(array: Any, major: int = 0) -> Any:
-    del major
-    return array
-
-
-class Flow(NamedTuple):
-    """What orders an interpreter's work: barriers, loops and branches, with the signatures of those in `jax.lax`.
-
-    A player of the program's timeline has its own; see `program_steps.py`. `lay_out(array, dimension)` says how an
-    array lies in memory: the dimension, by default the first, is the slowest, and the others are in order.
-    """
-
-    barrier: Callable[[list[Any]], Sequence[Any]] = jax.lax.optimization_barrier
-    scan: Callable[..., tuple[Any, Any]] = scan_again
-    while_loop: Callable[..., Any] = jax.lax.while_loop
-    switch: Callable[..., Any] = jax.lax.switch
-    lay_out: Callable[..., Any] = _as_it_lies
-
-
-class Keeping(NamedTuple):
-    """How an executor keeps values as codes for the backward pass.
-
-    Attributes:
-      encode: `encode(array, value)`: the array for the forward pass, and its codes.
-      decode: `decode(codes, value)`: the array again.
-      late: what reads which codes.
-    """
-
-    encode: Callable[[Any, Value], tuple[Any, Any]]
-    decode: Callable[[Any, Value], Any]
-    late: LateReads
 
 
 class _Kept(NamedTuple):
     """Where the codes of a value stand in an environment."""
 
     value: int
+
+
+@dataclass(frozen=True)
+class _Residual:
+    """Where the residual of an operation's sums stands in an environment: in its last map.
+
+    It is no tuple, which would be equal to another one of the same number.
+    """
+
+    vertex: int
 
 
 class GraphInterpreter:
@@ -131,14 +76,24 @@ class GraphInterpreter:
         self.flow, self.encode, self.keeping = flow, encode, keeping
         self.late = LateReads() if keeping is None else keeping.late
 
-    def __call__(self, arguments: Sequence[Any], constants: Sequence[Any]) -> list[Any]:
-        """Returns the function's flat results, with the layout's output specs."""
-        env: Environment = ChainMap()
+    def __call__(
+        self, arguments: Sequence[Any], constants: Sequence[Any], residuals: Mapping[int, Any] | None = None
+    ) -> list[Any]:
+        """Returns the function's flat results, with the layout's output specs, and then the next residuals.
+
+        Args:
+          arguments: the flat arguments.
+          constants: the arrays of `Graph.constants`.
+          residuals: of sums that are sent with error feedback, by vertex; inside loops stacked, as a scan slices them.
+        """
+        residuals = residuals or {}
+        env: Environment = ChainMap({_Residual(vertex): array for vertex, array in residuals.items()})
         for vertex, array in zip((*self.graph.inputs, *self.graph.constants), (*arguments, *constants), strict=True):
             self._enter(env, vertex, array)
         self._steps(env, self.graph.block.steps)
         targets = zip(self.graph.outputs, self.layout.output_specs, strict=True)
-        return [self._read_operand(env, output, spec) for output, spec in targets]
+        results = [self._read_operand(env, output, spec) for output, spec in targets]
+        return [*results, *(env[_Residual(vertex)] for vertex in residuals)]
 
     def _reshard(self, array: Any, value: Value, source: IndexedSpec, target: IndexedSpec) -> Any:
         return self.arrays.reshard(array, value, source, self.path(source, target)) if value.shape else array
@@ -245,7 +200,11 @@ class GraphInterpreter:
             self._finish(env, vertex, results)
 
     def _finish(self, env: Environment, vertex: Vertex, partial: Sequence[Any]) -> None:
-        results = self.arrays.reduce(vertex, partial)
+        key = _Residual(vertex.index)
+        if key in env:
+            *results, env.maps[-1][key] = self.arrays.reduce(vertex, partial, env[key])
+        else:
+            results = self.arrays.reduce(vertex, partial)
         specs = self.layout.strategies[vertex.index].results
         for value, array, spec in zip(vertex.results, results, specs, strict=True):
             self._store(env, value, array, spec)
@@ -350,17 +309,21 @@ class GraphInterpreter:
 
     def _scan(self, env: Environment, region: Region) -> None:
         stacks = [self.graph.vertices[v.vertex] for v in region.results[len(region.carries) :]]
+        residuals = [key for key in map(_Residual, sorted(_vertices_in(region.blocks[0]))) if key in env]
 
         def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            inner = self._inside(env, [*region.carries, *region.slices], [*carry, *xs])
+            inner = self._inside(env, [*region.carries, *region.slices], [*carry, *xs[: len(region.slices)]])
+            inner.maps[-1].update(zip(residuals, xs[len(region.slices) :], strict=True))
             self._steps(inner, region.blocks[0].steps)
-            return self._next(inner, region.carries), [self._operand(inner, stack, 0) for stack in stacks]
+            ys = [self._operand(inner, stack, 0) for stack in stacks]
+            return self._next(inner, region.carries), [*ys, *(inner[key] for key in residuals)]
 
-        xs = [self._operand(env, vertex, 0) for vertex in region.slices]
+        xs = [*(self._operand(env, vertex, 0) for vertex in region.slices), *(env[key] for key in residuals)]
         carry, ys = self.flow.scan(region.equation, body, self._initial(env, region.carries), xs)
+        env.maps[-1].update(zip(residuals, ys[len(stacks) :], strict=True))
         for vertex, array in zip(region.carries, carry, strict=True):
             self._leave(env, vertex, array, 1)
-        for stack, array in zip(stacks, ys, strict=True):
+        for stack, array in zip(stacks, ys, strict=False):
             self._leave(env, stack, array, 0)
 
     def _while(self, env: Environment, region: Region) -> None:
@@ -400,6 +363,15 @@ class GraphInterpreter:
         results = self.flow.switch(index, [branch(i, b) for i, b in enumerate(region.blocks)])
         for join, array in zip(joins, results, strict=True):
             self._enter(env, join, array)
+
+
+def _vertices_in(block: Block) -> Iterator[int]:
+    for step in block.steps:
+        if isinstance(step, Region):
+            for inner in step.blocks:
+                yield from _vertices_in(inner)
+        else:
+            yield step.index
 
 
 def _scattered_dimension(strategy: ShardingStrategy) -> int:

@@ -134,6 +134,7 @@ def usages_of(
     axis_sizes: tuple[int, ...],
     held: HeldPositions,
     residuals: Mapping[int, Residual] | None = None,
+    residual_bytes: Mapping[int, Sequence[float]] | None = None,
 ) -> Usages:
     """Lists the memory that each node's strategies use: a value that exists belongs to its hub, else to its vertex.
 
@@ -150,6 +151,8 @@ def usages_of(
       held: from when gathered weights are held, and until when gradients that are not reduced yet.
       residuals: of values that may be kept as codes for the backward pass, by their ids. A value that is has its codes
         for its whole life, and its numbers until the forward pass has read them, and while the backward pass does.
+      residual_bytes: `[S_v]` of what the strategies of an operation have not sent of its sums, by its vertex: in memory
+        throughout.
     """
     usages = Usages([], [], [], [], [])
 
@@ -160,6 +163,8 @@ def usages_of(
         usages.value.append(value.id)
         usages.is_copy.append(is_copy)
 
+    for vertex, num_bytes in (residual_bytes or {}).items():
+        add(vertex, graph.vertices[vertex].results[0], num_bytes, 0, graph.length + 2, is_copy=True)
     for value in graph.values:
         if not value.shape or not lifetimes.is_written[value.id] or value.is_on_host:
             continue

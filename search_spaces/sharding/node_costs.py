@@ -11,6 +11,7 @@ from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Coded, FormatKey, Layout, Node, ReshardStep, ShardingStrategy
 from search_spaces.sharding.coded_sums import finished_steps
 from search_spaces.sharding.codes import FORMATS as CODES
+from search_spaces.sharding.codes import precision_of
 from search_spaces.sharding.fusion import PICKS
 from search_spaces.sharding.graph import Operand, Value, Vertex, copies_over_host_link
 from search_spaces.sharding.kernels import Kernels
@@ -26,6 +27,7 @@ from search_spaces.sharding.product_formats import (
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
 from search_spaces.sharding.spec import local_bytes, shards
 from search_spaces.sharding.stated_seconds import stated_seconds
+from search_spaces.sharding.sum_residuals import BYTES, residual_of, trips_of
 
 UPDATES = {
     "dynamic_update_slice": 1,
@@ -254,12 +256,18 @@ class NodeCosts:
         return 1.0 if strategy.sent_in else self.shares.exposed(value)
 
     def _coding_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
-        """Returns the seconds of encoding and decoding sums: numbers are read and codes written, or the reverse."""
+        """Returns the seconds of encoding and decoding sums: numbers are read and codes written, or the reverse.
+
+        With error feedback the kernel that encodes reads a residual as well, and writes the next one.
+        """
         if not strategy.sent_in:
             return 0.0
-        (value,) = vertex.results
-        num_coded = finished_steps(self.reshard_costs.path, value, strategy)[1]
-        num_bytes = num_coded * (value.dtype.itemsize + CODES[strategy.sent_in].bits / 8)
+        (value,), path = vertex.results, self.reshard_costs.path
+        num_coded = finished_steps(path, value, strategy)[1]
+        num_bytes = num_coded * (value.dtype.itemsize + precision_of(strategy.sent_in).bits / 8)
+        residual = residual_of(path, vertex, strategy)
+        if residual is not None:
+            num_bytes += 2 * BYTES * residual.local_elements(self.axis_sizes) / prod(trips_of(vertex))
         kernel_s = float(roofline_s(0.0, np.array(num_bytes), str(value.dtype), self.hardware))
         return vertex.weight * (kernel_s + 2 * self.hardware.kernel_launch_s)
 

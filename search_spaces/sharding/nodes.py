@@ -111,11 +111,15 @@ def with_formats(
         shape = node.hub.shape if node.hub is not None else ()
         if (id(node.strategies), names, shape) not in made:
             products = tuple(s._replace(format=name) for name in ("", *names[0]) for s in node.strategies)
-            sums = [s for s in products if names[1] and can_be_coded(node.vertex, s, axis_sizes)]
             kept = [s for s in products if names[2] and divides(s.results[0], shape, axis_sizes)]
             made[id(node.strategies), names, shape] = (
                 *products,
-                *(s._replace(sent_in=name) for name in names[1] for s in sums),
+                *(
+                    s._replace(sent_in=name)
+                    for name in names[1]
+                    for s in products
+                    if can_be_coded(node.vertex, s, name, axis_sizes)
+                ),
                 *(s._replace(kept_in=name) for name in names[2] for s in kept),
             )
         formatted[i] = node._replace(strategies=made[id(node.strategies), names, shape])

@@ -22,14 +22,16 @@ from jax.extend import core
 from search_spaces.communication.collectives import decode, encode
 from search_spaces.replay import bind, context_of
 from search_spaces.sharding.base import Layout, ReshardStep, Rule
-from search_spaces.sharding.coded_sums import sum_in_parts
+from search_spaces.sharding.coded_sums import part_residuals, sum_in_parts
 from search_spaces.sharding.codes import FORMATS as CODES
-from search_spaces.sharding.codes import sums_in
+from search_spaces.sharding.codes import has_feedback, precision_of, sums_in
+from search_spaces.sharding.executor import Keeping, ReadOperand
 from search_spaces.sharding.graph import Graph, Value, Vertex
-from search_spaces.sharding.interpreter import GraphInterpreter, Keeping, ReadOperand
+from search_spaces.sharding.interpreter import GraphInterpreter
 from search_spaces.sharding.kept_codes import LateReads
 from search_spaces.sharding.product_formats import BLOCK, ProductFormat, contracted, takes, takes_formats
 from search_spaces.sharding.schedule import ProgramSchedule
+from search_spaces.sharding.sum_residuals import trips_of
 
 
 class Codes(NamedTuple):
@@ -157,13 +159,34 @@ class MixedProducts:
         counting.on_overflow = on_overflow
         return counting
 
-    def __call__(self, weights: jax.Array, *arguments: Any) -> list[Any]:
-        """Returns the flat results; `weights` is `[rows, formats, sums and kept]`, float32."""
+    def __call__(
+        self, weights: jax.Array, residuals: Mapping[int, Any], *arguments: Any
+    ) -> tuple[list[Any], dict[int, Any]]:
+        """Returns the flat results and the next residuals.
+
+        Args:
+          weights: `[rows, formats, sums and kept]`, float32.
+          residuals: of sums with error feedback, as `first_residuals` or the last step returned them.
+          *arguments: the flat arguments.
+        """
         arrays = _Mixed(self.row_of, self.formats, self.sums, weights, self.on_overflow)
         keeping = Keeping(self._keeper(weights), lambda mixed, value: mixed, self.kept.late)
         path = cast(Any, lambda source, target: ())
         run = GraphInterpreter(self.graph, self.layout, path, arrays, ProgramSchedule(), keeping=keeping)
-        return run(arguments, self.graph.constant_arrays)
+        results = run(arguments, self.graph.constant_arrays, residuals)
+        num_results = len(self.graph.outputs)
+        return results[:num_results], dict(zip(residuals, results[num_results:], strict=True))
+
+    def first_residuals(self) -> dict[int, Any]:
+        """Returns the residuals before the first step, by vertex and the name of the format: zeros."""
+        residuals = {}
+        for vertex in (self.graph.vertices[index] for index in sorted(self.row_of)):
+            names = [name for name in self.sums.formats_of(vertex) if has_feedback(name)]
+            rule = self.sums.rules[vertex.index] if names else None
+            if rule is not None:
+                own = part_residuals(vertex, rule, self.sums.num_devices)
+                residuals[vertex.index] = dict.fromkeys(names, jnp.zeros((*trips_of(vertex), *own.shape), own.dtype))
+        return residuals
 
     def _keeper(self, weights: jax.Array) -> Callable[[Any, Value], tuple[Any, Any]]:
         first = len(self.formats) + len(self.sums.names)
@@ -193,7 +216,7 @@ class SumsInParts(NamedTuple):
     """The sums of operations on one device in parts, as devices send them in codes.
 
     Attributes:
-      names: of the formats, keys of `codes.FORMATS`.
+      names: of the formats, of `codes.SUMS`.
       rules: of the vertices.
       num_devices: that share each sum.
     """
@@ -201,6 +224,17 @@ class SumsInParts(NamedTuple):
     names: Sequence[str]
     rules: Sequence[Rule | None]
     num_devices: int
+
+    def formats_of(self, vertex: Vertex) -> list[str]:
+        """Returns the names of the formats in which the sums of an operation can be sent."""
+        return [name for name in self.names if sums_in(vertex, name)]
+
+
+class _Summands(NamedTuple):
+    """A result of an operation on one device, and the operands of which it can be summed in parts."""
+
+    exact: Any
+    operands: Sequence[Any]
 
 
 class _Mixed:
@@ -233,32 +267,15 @@ class _Mixed:
         if vertex.index not in self.row_of:
             return bind(vertex.equation, operands)
         if not self.formats or not takes_formats(vertex):
-            return self._summed(vertex, operands, bind(vertex.equation, operands))
+            return self._with_operands(vertex, operands, bind(vertex.equation, operands))
         row = self.row_of[vertex.index]
         mixed = [self._mixed(array, vertex, position, row) for position, array in enumerate(operands)]
         (product,) = bind(vertex.equation, mixed, preferred_element_type=jnp.dtype(jnp.float32), out_sharding=None)
-        return self._summed(vertex, mixed, [product.astype(vertex.results[0].dtype)])
+        return self._with_operands(vertex, mixed, [product.astype(vertex.results[0].dtype)])
 
-    def _summed(self, vertex: Vertex, operands: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
-        """Returns the results, mixed with sums of the same operands that are sent as codes."""
-        names, rule = [name for name in self.sums.names if sums_in(vertex, name)], None
-        if names:
-            rule = self.sums.rules[vertex.index]
-        if rule is None:
-            return results
-        columns = [len(self.formats) + self.sums.names.index(name) for name in names]
-        weights = self.weights[self.row_of[vertex.index], np.array(columns)]
-        (exact,) = results
-        inputs = [
-            jnp.asarray(x).astype(o.dtype if isinstance(o, Value) else jnp.result_type(x))
-            for x, o in zip(operands, vertex.operands, strict=True)
-        ]
-
-        def in_parts(name: str) -> jax.Array:
-            return sum_in_parts(vertex, rule, inputs, self.sums.num_devices, CODES[name])[0]
-
-        ways = _ways_with_weight(exact, weights, [partial(in_parts, name) for name in names])
-        return [_mixture(exact.astype(jnp.float32), ways, weights).astype(exact.dtype)]
+    def _with_operands(self, vertex: Vertex, operands: Sequence[Any], results: Sequence[Any]) -> Sequence[Any]:
+        has_sums = bool(self.sums.formats_of(vertex)) and self.sums.rules[vertex.index] is not None
+        return [_Summands(results[0], operands)] if has_sums else results
 
     def _mixed(self, array: Any, vertex: Vertex, position: int, row: int) -> jax.Array:
         exact, dim, ways = array.astype(jnp.float32), contracted(vertex, position), []
@@ -274,9 +291,31 @@ class _Mixed:
                 lax.cond(has_none, report, lambda: None)
         return _mixture(exact, lax.stop_gradient(jnp.stack(ways)), self.weights[row, : len(ways)])
 
-    def reduce(self, vertex: Vertex, results: Sequence[Any]) -> Sequence[Any]:
-        del vertex
-        return results
+    def reduce(self, vertex: Vertex, results: Sequence[Any], residual: Any = None) -> Sequence[Any]:
+        """Mixes a result with sums of the same operands that are sent as codes; `residual` is by the format's name."""
+        if not isinstance(results[0], _Summands):
+            return results
+        names, rule = self.sums.formats_of(vertex), self.sums.rules[vertex.index]
+        assert rule is not None
+        columns = [len(self.formats) + self.sums.names.index(name) for name in names]
+        weights, (exact, operands) = self.weights[self.row_of[vertex.index], np.array(columns)], results[0]
+        inputs = [
+            jnp.asarray(x).astype(o.dtype if isinstance(o, Value) else jnp.result_type(x))
+            for x, o in zip(operands, vertex.operands, strict=True)
+        ]
+
+        def in_parts(name: str, before: Any) -> tuple[Any, Any]:
+            return sum_in_parts(vertex, rule, inputs, self.sums.num_devices, precision_of(name), before)
+
+        befores = [(residual or {}).get(name) for name in names]
+        pairs = [
+            lax.cond(weight == 0, lambda before: (exact, before), partial(in_parts, name), before)
+            for weight, name, before in zip(weights, names, befores, strict=True)
+        ]
+        ways = lax.stop_gradient(jnp.stack([way for way, _ in pairs]).astype(jnp.float32))
+        mixed = _mixture(exact.astype(jnp.float32), ways, weights).astype(exact.dtype)
+        after = {name: lax.stop_gradient(own) for name, (_, own) in zip(names, pairs, strict=True) if own is not None}
+        return [mixed] if residual is None else [mixed, after]
 
     def context_of(self, equation: core.JaxprEqn) -> AbstractContextManager[None]:
         return context_of(equation)

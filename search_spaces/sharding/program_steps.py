@@ -22,8 +22,9 @@ from cost.streams import COMPUTE, Step
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Layout, ReshardStep
 from search_spaces.sharding.coded_sums import finished_steps
+from search_spaces.sharding.executor import Flow, Keeping, ReadOperand
 from search_spaces.sharding.graph import Graph, Value, Vertex
-from search_spaces.sharding.interpreter import Flow, GraphInterpreter, Keeping, ReadOperand
+from search_spaces.sharding.interpreter import GraphInterpreter
 from search_spaces.sharding.kept_codes import LateReads
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.product_formats import FORMATS
@@ -176,8 +177,9 @@ class _Recorder:
         del value
         return codes
 
-    def reduce(self, vertex: Vertex, results: Sequence[Any]) -> Sequence[Any]:
+    def reduce(self, vertex: Vertex, results: Sequence[Any], residual: Any = None) -> Sequence[Any]:
         """Adds the collectives that finish an operation's partial results."""
+        del residual
         self.weight = vertex.weight
         strategy = self.layout.strategies[vertex.index]
         reduced = []

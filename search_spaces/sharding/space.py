@@ -42,6 +42,7 @@ from cost.evaluation import checked_choice
 from cost.quantities import Quantities
 from search_spaces.base import Part
 from search_spaces.sharding.base import Coded, Edge, FormatKey, GivenSpec, Layout, Node, Rule, ShardingStrategy
+from search_spaces.sharding.codes import has_feedback
 from search_spaces.sharding.device_program import DeviceProgram
 from search_spaces.sharding.edge_costs import edges_of, transfer_matrices
 from search_spaces.sharding.execution import Execution, make_layout
@@ -73,6 +74,7 @@ from search_spaces.sharding.step_quantities import (
     step_problem,
     step_quantities,
 )
+from search_spaces.sharding.sum_residuals import bytes_of_strategies
 from search_spaces.sharding.tracing import build_graph, feedback_of
 from search_spaces.sharding.whole_work import WholeWork, notes_of, whole_work
 
@@ -325,7 +327,13 @@ class ShardingSpace:
         """Returns the usages if values lived for other times, as they do where other arguments are donated."""
         held = held_positions(self.graph, self.axis_sizes, self.hardware, self.reshard_costs.path)
         residuals = Residuals(self.graph, lifetimes, self.hub_node.keys()).of_value if self._has_kept else None
-        return usages_of(self.graph, self.nodes, self.hub_node, lifetimes, self.axis_sizes, held, residuals)
+        with_feedback = {key[0] for key in self.format_price_s if isinstance(key, Coded) and has_feedback(key.format)}
+        residual_bytes = bytes_of_strategies(
+            self.reshard_costs.path, [self.nodes[vertex] for vertex in sorted(with_feedback)], any(self.donated)
+        )
+        return usages_of(
+            self.graph, self.nodes, self.hub_node, lifetimes, self.axis_sizes, held, residuals, residual_bytes
+        )
 
     @property
     def _has_kept(self) -> bool:

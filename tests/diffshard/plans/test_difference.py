@@ -108,9 +108,7 @@ def test_text_and_page_say_each_number_in_its_place():
     assert str(difference) == TEXT
     assert max(map(len, TEXT.splitlines())) <= TEXT_WIDTH
     page = "|".join(checked_page(difference.html()).texts)
-    head = (
-        "Difference of two plans|first: train_step on 8 devices (data 2 x model 4), toy, by constraints|second: "
-    )
+    head = "Difference of two plans|first: train_step on 8 devices (data 2 x model 4), toy, by constraints|second: "
     tables = (
         "Totals|first|second|change|step|10.0 ms|9.00 ms|-10.0%|computing|6.00 ms|6.00 ms|the same|communicating|"
         "4.00 ms|3.00 ms|-25.0%|sent by a device|2.50 KiB|1.00 KiB|-60.0%|arguments on a device|768 B|1.50 KiB|+100.0%|"

@@ -109,9 +109,12 @@ def test_another_exact_loss_is_an_error_with_both_numbers():
     losses = losses_of(diffshard.formats.Formats(1.0, calls=calls_of(3, 2), steps=2))
 
     def other(*arguments):
-        return [1.5 * result for result in losses.look.mixed(jnp.zeros((len(losses.groups), 1)), *arguments)]
+        return [1.5 * result for result in exact(*arguments)]
 
-    losses.check_exact(lambda *arguments: losses.look.mixed(jnp.zeros((len(losses.groups), 1)), *arguments))
+    def exact(*arguments):
+        return losses.look.mixed(jnp.zeros((len(losses.groups), 1)), {}, *arguments)[0]
+
+    losses.check_exact(exact)
     words = r"loss of the first call is 1\.78\d+, but .* make it 1\.19\d+\. This is a fault"
     with pytest.raises(ValueError, match=words):
         losses.check_exact(other)

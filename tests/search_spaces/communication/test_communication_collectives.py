@@ -72,6 +72,11 @@ def test_emulated_and_encoded_results(collective):
             own = residuals.reshape(2, 4, *SHAPE).sum(axis=(0, 1) if copies == 1 else 1)
             missing = (exact - y).reshape(2, 4, *SHAPE)[:, 0]
             np.testing.assert_allclose(own, missing[0] if copies == 1 else missing, atol=2e-5)
+        if collective.kind == "reduce_scatter":
+            own = residuals.reshape(2, 4, *SHAPE).sum(axis=(0, 1) if collective.tiled else 0)
+            missing = exact - y  # each device has a part of the sum
+            parts = missing.reshape(2, 4, *SHAPE[1:]).swapaxes(0, 1) if not collective.tiled else None
+            np.testing.assert_allclose(own, np.concatenate(missing, 1) if parts is None else parts, atol=2e-5)
 
 
 def test_devices_round_by_noise_of_their_own():

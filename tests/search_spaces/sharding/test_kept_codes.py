@@ -88,7 +88,7 @@ def test_one_device_measures_the_numbers_of_the_program():
         weights[[rows[r.value.vertex] for r in on]] = 1.0
         program = space.device_program(layout.with_formats([Coded(r.value.vertex, "int8", "kept") for r in on]), mesh)
         expected = jax.jit(program)(*jax.tree.leaves(args))
-        results = jax.jit(mixed)(weights, *jax.tree.leaves(args))
+        results, _ = jax.jit(mixed)(weights, {}, *jax.tree.leaves(args))
         for result, array in zip(results, expected, strict=True):
             np.testing.assert_allclose(result, array, rtol=1e-5, atol=1e-6)
 

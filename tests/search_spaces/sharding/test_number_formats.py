@@ -81,7 +81,7 @@ def test_the_looks_ahead_have_the_numbers_of_the_program():
         on = frozenset((v.index, "float8") for v, is_on in zip(products, switches, strict=True) if is_on)
         program = space.device_program(layout.with_formats(on), mesh)
         expected = jax.jit(program)(weights, x)[0]
-        results = mixed(jnp.array(switches, jnp.float32)[:, None], weights, x)
+        results, _ = mixed(jnp.array(switches, jnp.float32)[:, None], {}, weights, x)
         np.testing.assert_allclose(results[0], expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(expected, gradient(weights, x), rtol=1e-5, atol=1e-5)
 
@@ -242,7 +242,7 @@ def test_formats_with_several_scales_by_hand_however_they_are_sharded(name, by_h
     expected = by_hand(np.asarray(x), 1) @ by_hand(np.asarray(weights), 0)
     assert not np.allclose(expected, x @ weights, rtol=1e-3, atol=1e-3)
     mixed = MixedProducts(space.graph, space.layout([0] * len(space.nodes)), {vertex.index: 0}, [FORMATS[name]])
-    np.testing.assert_allclose(mixed(jnp.ones((1, 1)), x, weights)[0], expected, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(mixed(jnp.ones((1, 1)), {}, x, weights)[0][0], expected, rtol=1e-5, atol=1e-4)
     strategies, axes_of_contracted = space.nodes[vertex.index].strategies, set()
     for strategy in range(0, len(strategies), 2):
         choice = [0] * len(space.nodes)
@@ -283,11 +283,11 @@ def test_the_derivative_in_a_weight_is_that_of_the_mixture(name):
     mixed = MixedProducts(space.graph, space.layout([0] * len(space.nodes)), {vertex.index: 0}, [FORMATS[name]])
 
     def loss(share):
-        return jnp.sum(jnp.sin(mixed(share * jnp.ones((1, 1)), x, weights)[0]))
+        return jnp.sum(jnp.sin(mixed(share * jnp.ones((1, 1)), {}, x, weights)[0][0]))
 
     for share in (0.25, 0.5):
         difference = (loss(share + 0.01) - loss(share - 0.01)) / 0.02
         np.testing.assert_allclose(jax.grad(loss)(share), difference, rtol=2e-2, atol=2e-3)
-    rounded_product, exact = mixed(jnp.ones((1, 1)), x, weights)[0], x @ weights
-    np.testing.assert_allclose(mixed(jnp.zeros((1, 1)), x, weights)[0], exact, rtol=1e-5, atol=1e-5)
+    rounded_product, exact = mixed(jnp.ones((1, 1)), {}, x, weights)[0][0], x @ weights
+    np.testing.assert_allclose(mixed(jnp.zeros((1, 1)), {}, x, weights)[0][0], exact, rtol=1e-5, atol=1e-5)
     assert not np.allclose(rounded_product, exact, rtol=1e-3)

@@ -1,0 +1,176 @@
+"""A training state with what its planned step carries beside it: the residuals of sums with error feedback.
+
+A step with residuals takes and returns `Carried` in the place of its state, and a step without takes and returns the
+state itself, so that a training loop is the same for all plans. `Plan.shard` makes the one of the other.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from diffshard.base import PlanError
+from diffshard.plans.base import PlanData, Tensor
+from diffshard.sharding_search.call import Structure
+from diffshard.sharding_search.placing_arrays import parameter_of
+from diffshard.sharding_search.tracing import TracedFunction
+from search_spaces.partition_specs import named_spec
+from search_spaces.sharding.base import Layout
+from search_spaces.sharding.space import ShardingSpace
+from search_spaces.sharding.sum_residuals import refitted, residuals_of
+
+
+class Carried(NamedTuple):
+    """A training state with residuals.
+
+    Attributes:
+      state: the user's own.
+      residuals: what devices have not sent yet of each sum that is sent with error feedback, float32, by the number of
+        its operation in the plan, `[devices, trips of loops, value]`.
+    """
+
+    state: Any
+    residuals: Mapping[str, Any]
+
+
+def carrying_parameter(traced_function: TracedFunction) -> str | None:
+    """Returns the name of the argument whose place residuals take: the one that the first result to replace one does.
+
+    None if no result replaces an argument as a whole.
+    """
+    replaced = next((a for a in traced_function.graph.feedback if a is not None), None)
+    call = traced_function.call
+    return None if replaced is None else call.parameters[call.numbers[replaced]]
+
+
+def planned_residuals(traced_function: TracedFunction, space: ShardingSpace, layout: Layout) -> tuple[Tensor, ...]:
+    """Returns the residuals of a layout as arrays of a plan."""
+    name = carrying_parameter(traced_function)
+    return tuple(
+        Tensor(f"{name}.residuals['{r.vertex}']", r.shape, "float32", named_spec(r.spec, space.axis_names))
+        for r in residuals_of(space.reshard_costs.path, space.graph, layout)
+    )
+
+
+def residual_key(tensor: Tensor) -> str:
+    """Returns the key of a plan's array in `Carried.residuals`."""
+    return tensor.path.rsplit("'", 2)[1]
+
+
+def without_residuals(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], Mapping[str, Any] | None]:
+    """Returns arguments with states in place of `Carried`, and the residuals, if any are given."""
+    given = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, Carried)]
+    if not given:
+        return tuple(args), dict(kwargs), None
+    args = tuple(a.state if isinstance(a, Carried) else a for a in args)
+    kwargs = {name: a.state if isinstance(a, Carried) else a for name, a in kwargs.items()}
+    return args, kwargs, given[0].residuals
+
+
+def residual_shardings(plan: PlanData, mesh: Mesh) -> dict[str, NamedSharding]:
+    """Returns where the residuals of a plan are, by their keys."""
+    return {residual_key(tensor): NamedSharding(mesh, tensor.partition_spec) for tensor in plan.residuals}
+
+
+def residuals_for_call(plan: PlanData, mesh: Any, residuals: Mapping[str, Any] | None, arrays: Sequence[Any]) -> Any:
+    """Returns the residuals that a call takes beside its flat arrays; zeros if none are given, as at the first step.
+
+    Raises:
+      PlanError: they are those of another plan.
+    """
+    if residuals is None and any(isinstance(array, Tracer) for array in arrays):
+        return [jnp.zeros(tensor.shape, tensor.dtype) for tensor in plan.residuals]
+    if residuals is None:
+        return list(placed_residuals(plan, mesh, {}).values())
+    shapes = {key: jnp.shape(array) for key, array in residuals.items()}
+    if shapes != {residual_key(tensor): tensor.shape for tensor in plan.residuals}:
+        raise PlanError(
+            "The residuals of the state are those of another plan: give the state to `plan.shard` of the one that runs."
+        )
+    return [residuals[residual_key(tensor)] for tensor in plan.residuals]
+
+
+def placed_residuals(plan: PlanData, mesh: Mesh, residuals: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Returns the residuals of a plan on its mesh.
+
+    Those of a plan with another mesh or other shardings are divided anew, so that each sum lacks as much as before.
+
+    Args:
+      plan: for which they are.
+      mesh: of devices.
+      residuals: of any plan of the same function; what is missing is 0.
+    """
+    placed, shardings = {}, residual_shardings(plan, mesh)
+    for tensor, (key, sharding) in zip(plan.residuals, shardings.items(), strict=True):
+        array, shape = residuals.get(key), tensor.shape
+        if array is None:
+            placed[key] = jax.jit(lambda shape=shape: jnp.zeros(shape, jnp.float32), out_shardings=sharding)()
+        elif jnp.shape(array) == shape:
+            placed[key] = jax.device_put(array, sharding)
+        else:
+            of_one = NamedSharding(mesh, PartitionSpec(None, *sharding.spec[1:]))
+            whole = jax.device_put(refitted(array, (1, *shape[1:])), of_one)
+            placed[key] = jax.jit(refitted, static_argnums=1, out_shardings=sharding)(whole, shape)
+    if dropped := sorted(residuals.keys() - placed.keys()):
+        warnings.warn(
+            f"The plan sends {len(dropped)} of the sums without error feedback whose residuals are given: what was not "
+            "sent of them yet is left out.",
+            stacklevel=4,
+        )
+    return placed
+
+
+def with_residuals(plan: PlanData, result: Any, residuals: Sequence[Any]) -> Any:
+    """Returns the result of a step with `Carried` in the place of the new state.
+
+    Args:
+      plan: of the step; knows the pytrees.
+      result: of the user's function.
+      residuals: the next ones, in the order of the plan.
+    """
+    by_key = dict(zip(map(residual_key, plan.residuals), residuals, strict=True))
+    return _changed_at(result, _place_of_state(plan), lambda state: Carried(state, by_key))
+
+
+def _place_of_state(plan: PlanData) -> tuple[int, ...]:
+    """Returns which part of the result is the new state: numbers of parts, from the whole result down."""
+    name = parameter_of(plan.residuals[0])
+    call, result = plan.structures
+    positional, keyword = call.treedef.children()
+    wanted = [*positional.children(), *keyword.children()][plan.parameters.index(name)]
+    types = [(t.shape, t.dtype) for t in plan.arguments if parameter_of(t) == name]
+    outputs = [(t.shape, t.dtype) for t in plan.outputs]
+    place = _find(result, result.treedef, 0, wanted, types, outputs)
+    assert place is not None, "a plan has residuals only where a result replaces the argument"
+    return place
+
+
+def _find(
+    result: Structure, tree: Any, first_leaf: int, wanted: Any, types: list[Any], outputs: list[Any]
+) -> tuple[int, ...] | None:
+    """Returns the place of the first part of a result that has a structure and arrays of some types."""
+    first = first_leaf - sum(position < first_leaf for position, _ in result.constants)
+    if tree == wanted and outputs[first : first + len(types)] == types:
+        return ()
+    if tree.node_data() is None or tree.node_data()[0] not in (tuple, list):
+        return None
+    for number, child in enumerate(tree.children()):
+        place = _find(result, child, first_leaf, wanted, types, outputs)
+        if place is not None:
+            return (number, *place)
+        first_leaf += child.num_leaves
+    return None
+
+
+def _changed_at(tree: Any, place: tuple[int, ...], change: Any) -> Any:
+    if not place:
+        return change(tree)
+    parts = list(tree)
+    parts[place[0]] = _changed_at(parts[place[0]], place[1:], change)
+    return type(tree)(parts)

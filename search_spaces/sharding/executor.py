@@ -1,0 +1,83 @@
+"""What an executor gives an interpreter of graphs: its arrays, the flow of its work, and how it keeps codes."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import jax
+from jax.extend import core
+
+from search_spaces.partition_specs import IndexedSpec
+from search_spaces.replay import scan_again
+from search_spaces.sharding.base import ReshardStep
+from search_spaces.sharding.graph import Value, Vertex
+from search_spaces.sharding.kept_codes import LateReads
+
+Path = Callable[[IndexedSpec, IndexedSpec], Sequence[ReshardStep]]
+"""`path(source, target)`: the steps from one spec to another, such as `resharding.Paths` has them. Where the layout has
+products in float8, it is `resharding.Paths`."""
+ReadOperand = Callable[..., Any]
+"""`read(operand, spec)`: the array of an operand, brought to a spec. With its position as a third argument it is what
+`Encode` made of it, where that is moved."""
+Encode = Callable[[Any, Vertex, int, IndexedSpec], Any]
+"""`encode(array, vertex, position, spec)`: what is moved of an operand of a product in float8: codes with a scale."""
+
+
+class Arrays(Protocol):
+    """What an executor does with arrays."""
+
+    def reshard(self, array: Any, value: Value, source: IndexedSpec, steps: Sequence[ReshardStep]) -> Any:
+        """Brings an array of a value from a spec along some steps."""
+        ...
+
+    def fix(self, array: Any, value: Value, spec: IndexedSpec) -> Any:
+        """Fixes the spec of an array that comes out of a loop or is stored, where the executor has to say so."""
+        ...
+
+    def operate(self, vertex: Vertex, read: ReadOperand) -> Sequence[Any]:
+        """Runs an operation; its results have the specs of the strategy's `unreduced`."""
+        ...
+
+    def reduce(self, vertex: Vertex, results: Sequence[Any], residual: Any = None) -> Sequence[Any]:
+        """Finishes what an operation left: the results have the specs of the strategy's `results`.
+
+        If there is a residual of the operation's sums, the next one follows the results.
+        """
+        ...
+
+    def context_of(self, equation: core.JaxprEqn) -> AbstractContextManager[None]:
+        """Restores what an equation was traced with, as far as it holds for these arrays."""
+        ...
+
+
+def _as_it_lies(array: Any, major: int = 0) -> Any:
+    del major
+    return array
+
+
+class Flow(NamedTuple):
+    """What orders an interpreter's work: barriers, loops and branches, with the signatures of those in `jax.lax`.
+
+    A player of the program's timeline has its own; see `program_steps.py`. `lay_out(array, dimension)` says how an
+    array lies in memory: the dimension, by default the first, is the slowest, and the others are in order.
+    """
+
+    barrier: Callable[[list[Any]], Sequence[Any]] = jax.lax.optimization_barrier
+    scan: Callable[..., tuple[Any, Any]] = scan_again
+    while_loop: Callable[..., Any] = jax.lax.while_loop
+    switch: Callable[..., Any] = jax.lax.switch
+    lay_out: Callable[..., Any] = _as_it_lies
+
+
+class Keeping(NamedTuple):
+    """How an executor keeps values as codes for the backward pass.
+
+    Attributes:
+      encode: `encode(array, value)`: the array for the forward pass, and its codes.
+      decode: `decode(codes, value)`: the array again.
+      late: what reads which codes.
+    """
+
+    encode: Callable[[Any, Value], tuple[Any, Any]]
+    decode: Callable[[Any, Value], Any]
+    late: LateReads
