@@ -118,8 +118,6 @@ def replica_specs(specs: Mapping[Key, Any], staged: StagedStep, replica: int) ->
 
     Args:
       specs: by the names of the replica's own step.
-      staged: that step.
-      replica: its number.
     """
     combined = _combined_sums(staged)
     own = _own_names(staged if replica == 0 else replica_part(staged), combined, replica)

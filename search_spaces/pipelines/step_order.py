@@ -14,8 +14,6 @@ class StepOrder:
     """The steps of a function that runs in micro-batches.
 
     Attributes:
-      before: run once, before all micro-batches.
-      each: run for each micro-batch.
       after: run once, with the sums over all micro-batches.
     """
 
