@@ -22,11 +22,7 @@ from search_spaces.sharding.whole_operations import runs_whole
 
 
 class Split(NamedTuple):
-    """How a value is split among micro-batches.
-
-    Attributes:
-      run: how many neighbouring elements of it each example has.
-    """
+    """How a value is split among micro-batches."""
 
     dim: int
     run: int = 1

@@ -210,11 +210,7 @@ def can_be_offloaded(staged: StagedStep, key: Key) -> bool:
 
 
 def with_offloaded(staged: StagedStep, keys: Iterable[Key]) -> StagedStep:
-    """Returns a step whose residuals with these keys are offloaded, and no others.
-
-    Raises:
-      ValueError: a key is no residual of any stage, or a single number or a random key.
-    """
+    """Returns a step whose residuals with these keys are offloaded, and no others."""
     offloaded = frozenset(keys)
     residuals = {key for stage in range(staged.num_stages) for key in residuals_of(staged, stage)}
     for key in offloaded:

@@ -46,12 +46,7 @@ class Label(NamedTuple):
 
 
 class Accumulation(NamedTuple):
-    """What the micro-batches of a stage make together.
-
-    Attributes:
-      total: the key of the result.
-      part: the key of what one micro-batch makes.
-    """
+    """What the micro-batches of a stage make together."""
 
     total: Key
     part: Key

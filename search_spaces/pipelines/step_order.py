@@ -11,11 +11,7 @@ Step = Vertex | Region
 
 @dataclass(frozen=True)
 class StepOrder:
-    """The steps of a function that runs in micro-batches.
-
-    Attributes:
-      after: run once, with the sums over all micro-batches.
-    """
+    """The steps of a function that runs in micro-batches."""
 
     before: tuple[Step, ...]
     each: tuple[Step, ...]
