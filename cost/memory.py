@@ -50,8 +50,7 @@ def sum_error(amounts: Sequence[np.ndarray], total: float) -> float:
     """Returns how far `memory_profile` of some of these amounts in float64 may be off: 0 for whole numbers below 2^53.
 
     Args:
-      amounts: arrays of amounts.
-      total: at least the sum of any of them that are in use together, at all times.
+      total: at least the sum of any amounts that are in use together, at all times.
     """
     if total < _LARGEST_EXACT_FLOAT and all(map_distinct(_are_whole, amounts)):
         return 0.0

@@ -58,7 +58,6 @@ def links_of(network: Network, mesh_axes: Mapping[str, int], hosts: Mapping[str,
     """Returns the link of each axis of a mesh.
 
     Args:
-      network: of the mesh's devices.
       mesh_axes: devices along each axis, slowest first.
       hosts: hosts that a group along each axis is in, where this is known of the devices.
     """
@@ -75,7 +74,6 @@ class SwitchedHost:
     """A host whose devices see each other at one speed, and a network between hosts.
 
     Attributes:
-      num_devices: devices in a host.
       device_bytes_per_s: what one device of a ring sends to the next.
       network_bytes_per_s: what one host sends to the others.
       launch_s, hop_s, network_hop_s: a ring's latency is the launch and a hop for each of its steps.
@@ -139,11 +137,9 @@ class TorusPod:
     """A pod of chips in a torus (each mesh axis along one of its dimensions), and a network between pods.
 
     Attributes:
-      num_devices: chips in a pod.
       wrap: an axis is a ring, not a line, if its size is a multiple of this.
       link_bytes_per_s: one link, one direction; a ring uses both directions at once, the ends of a line only one.
       network_bytes_per_s: one chip's share of the network between pods.
-      launch_s, hop_s, network_hop_s: as in `SwitchedHost`.
     """
 
     num_devices: int
@@ -194,7 +190,6 @@ class SharedProcessor:
 
     Attributes:
       bytes_per_s: at which a ring moves bytes through the memory.
-      launch_s, hop_s: as in `SwitchedHost`.
       num_devices: devices that are emulated; any number, so that no link depends on it.
     """
 

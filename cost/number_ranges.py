@@ -20,7 +20,6 @@ class Range(NamedTuple):
     """The numbers from `least` to `most`, both included.
 
     Attributes:
-      least, most: the ends.
       words: what a number of it is, for errors: "a finite number, zero or more".
     """
 

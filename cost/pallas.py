@@ -81,7 +81,6 @@ class _Count:
 
     Args:
       places: `[places]` the position along each axis of which the body asks.
-      grid: its sizes.
       equation_flops: counts equations without bodies.
     """
 

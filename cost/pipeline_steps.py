@@ -70,7 +70,6 @@ def pipeline_step(
     """Returns what a step takes.
 
     Args:
-      times: of one micro-batch.
       schedule: with "2bw" steps may overlap; with all others each stage waits for the end of the step.
       num_microbatches: M.
       end_s: `[S]`, what each stage does at the end of a step.
@@ -110,7 +109,6 @@ def overlapped_step_s(
       times: of one micro-batch, without `weights_s`.
       num_microbatches: M.
       end_s: `[S]`, what each stage does after its last micro-batch of a step; it waits for no other stage.
-      overlap: how steps overlap.
 
     Raises:
       ValueError: as `cost.pipeline_times.simulate`, or `end_s` is not S seconds.
@@ -162,10 +160,7 @@ class StepOperation(NamedTuple):
     """An operation of steps that overlap.
 
     Attributes:
-      kind: `FORWARD` or `BACKWARD`.
-      stage: that runs it.
       is_new: whether it is of the step that begins, or of the one before.
-      microbatch: of its step.
     """
 
     kind: int

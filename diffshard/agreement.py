@@ -105,8 +105,6 @@ class Agreement:
         """Waits for a value that a process puts; that process is named in a warning if it takes long to come.
 
         Args:
-          name: of the value.
-          process: that puts it.
           limit_s: the seconds within which it has to come; None for a process that has come already, and works.
 
         Raises:
@@ -140,7 +138,6 @@ class Agreement:
         """Tells the other processes that this one failed.
 
         Args:
-          error: the reason.
           place: where the others wait for the first process: at "arrival" if it has not arrived yet, else at "digest"
             or "result".
         """
@@ -249,7 +246,6 @@ def differences(facts: Mapping[str, str], others: Mapping[str, str], process: in
     Args:
       facts: of the first process, by name. Of texts of several lines the first line that differs is shown.
       others: of the second one.
-      process: the number of the first process.
       other: the number of the second one.
     """
     names = [name for name in dict.fromkeys((*facts, *others)) if facts.get(name) != others.get(name)]

@@ -14,7 +14,6 @@ class Deadline(NamedTuple):
 
     Attributes:
       limit_s: wall-clock seconds that it may take; None lets it end by its own rule.
-      begin_s: when it began, by `time.perf_counter`.
     """
 
     limit_s: float | None

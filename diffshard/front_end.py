@@ -272,10 +272,7 @@ def _judge(
 
     Args:
       compiler: which one judges plans; None for none.
-      check: as the user wrote it.
       target: what "compile" compiles for; None takes that of the hardware.
-      kinds: the hardware that plans are for.
-      executors: by which "compile" compiles found plans.
     """
     if compiler == "compile":
         targets = {hardware.name: target_for(target, hardware) for hardware in kinds}

@@ -28,10 +28,7 @@ def state_text(seconds: float, cost: float, lower_bound: float, format_cost: Cal
     """Writes how far a search is: `3.1 s, best 526 ms, lower bound 520 ms, gap 1.14%`.
 
     Args:
-      seconds: since the search began.
       cost: of the best choice; inf where none is feasible yet.
-      lower_bound: on the cost of every choice.
-      format_cost: writes a cost with its unit.
     """
     best = f"best {format_cost(cost)}" if math.isfinite(cost) else "nothing feasible yet"
     bound = f", lower bound {format_cost(lower_bound)}" if math.isfinite(lower_bound) else ""
@@ -70,7 +67,6 @@ def live_line(
 
     Args:
       what: what is being done, such as "searching step".
-      display: "none" shows nothing.
       stream: where it is shown; None is stderr.
       delay_s: seconds until it appears.
     """

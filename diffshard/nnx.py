@@ -39,7 +39,6 @@ class _ModuleFunction(Generic[PlanT]):
     """A function of nnx modules that runs as a function of their states.
 
     Args:
-      fn: the function.
       planned: returns, for states in place of modules, their new states and the function's result.
       mesh: of all devices, whose processes are told of errors.
     """

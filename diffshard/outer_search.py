@@ -29,10 +29,8 @@ class Outcome(NamedTuple, Generic[ResultT]):
     """What was found for a candidate.
 
     Attributes:
-      result: the best that was found.
       cost: of the result, in seconds or any other unit.
       lower_bound: nothing that the candidate allows costs less; -inf where the solver says nothing.
-      status: how the solver ended, as `Solution.status`.
     """
 
     result: ResultT
@@ -61,7 +59,6 @@ class Tried(NamedTuple):
     """What became of a candidate.
 
     Attributes:
-      name: of the candidate.
       cost: of the best that was found; None where nothing was.
       lower_bound: nothing that the candidate allows costs less; inf where it is proven that it allows nothing.
       search_s: wall-clock seconds that it took.
@@ -82,7 +79,6 @@ class OuterSearch(Generic[ResultT]):
     """The best of some candidates; mutable.
 
     Attributes:
-      deadline: of all candidates together.
       least_gain: the share by which another candidate has to be cheaper than the best one to be wanted.
       last_share: the share of the time after which no further candidate is begun, unless nothing was found yet.
       best: the cheapest outcome so far; None where there is none.

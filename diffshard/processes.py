@@ -174,7 +174,6 @@ class Processes:
         """Makes something in every process, and returns in all what each has made, in order of their numbers.
 
         Args:
-          what: what is made, for errors.
           make: makes JSON values, for which it may take `ARRIVAL_LIMIT_S` longer than in the fastest process.
         """
         if self.is_one:

@@ -96,10 +96,8 @@ class PlannedOffer(NamedTuple):
     """An offer, and what was found for it.
 
     Attributes:
-      offer: the offer.
       plan: the plan that was found; None where there is none.
       lower_bound_s: no plan on these devices is predicted to take less; inf where it is proven that none fits.
-      status: how the search ended, as `TriedShape.status`.
       reason: why there is no plan; empty where there is one.
     """
 
@@ -130,7 +128,6 @@ class Rental:
     """Offers of devices beside each other, made by `rent`; `print` shows them as a table.
 
     Attributes:
-      fn: the function.
       offers: in the order of the price of a step, those without a plan last.
       tokens_per_step: what a step trains on; None where it was not said.
       search_s: seconds that all searches took.
@@ -190,7 +187,6 @@ def rent(
     batch, or parts of it (`in_microbatches`), call this again and compare the prices of a token.
 
     Args:
-      fn: as in `search`.
       offers: clusters of devices of one kind that can be rented, each with the price of an hour.
       *args: as for the function itself: arrays or `jax.ShapeDtypeStruct`.
       tokens_per_step: tokens, images or other units that a step trains on, for the table; None counts steps.

@@ -38,7 +38,6 @@ class Devices(NamedTuple):
 
     Attributes:
       ids: `[D]` numbers of the devices, row-major; a device has the same number before and after a move.
-      axis_sizes: devices along each mesh axis.
     """
 
     ids: tuple[int, ...]
@@ -78,9 +77,7 @@ def moved_bytes(
 
     Args:
       shape: of the whole array; its dimensions are split evenly.
-      num_bytes: of the whole array.
       before: the devices that hold the array, and how it is split over them.
-      after: the same after the move.
     """
     (devices, spec), (new_devices, new_spec) = before, after
     parts, new_parts = _parts(shape, spec, devices.axis_sizes), _parts(shape, new_spec, new_devices.axis_sizes)
@@ -104,7 +101,6 @@ def move_s(moved: MovedBytes, links: Sequence[Link], latency_share: float = 1.0)
     """Returns the seconds of a move over the slowest of several links.
 
     Args:
-      moved: what each device sends and receives.
       links: one at least, unless nothing moves.
       latency_share: the part of a latency that is this array's own.
     """

@@ -24,7 +24,6 @@ def axes_of(spec: PartitionSpec, rank: int) -> list[NamedAxes]:
     """Returns the mesh axes that split each dimension, major to minor.
 
     Args:
-      spec: of an array.
       rank: number of dimensions of the array, at least as many as the spec has.
     """
     dimensions = []

@@ -79,7 +79,6 @@ def scan_operands(equation: core.JaxprEqn, operands: Sequence[Any]) -> ScanOpera
     its slice.
 
     Args:
-      equation: a scan.
       operands: one for each of its invars, or of its body's invars.
     """
     operands, body = list(operands), equation.params["jaxpr"].jaxpr

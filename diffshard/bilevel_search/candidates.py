@@ -38,9 +38,6 @@ def propose(space: LossySpace, proposal: Choice, prediction: LossPrediction, *, 
     and what is less than the exact choice (a narrower window, fewer tokens for an expert) may train better than it.
 
     Args:
-      space: names the strategies.
-      proposal: of the search.
-      prediction: of the loss.
       max_candidates: how many, at most, in this order; the cheapest comes on top.
     """
     exact, evaluator = tuple(space.exact_choice()), Evaluator(space.problem)
@@ -91,10 +88,6 @@ def refined_candidates(
     cost the choice of least loss and cost.
 
     Args:
-      space: strategies that change the loss.
-      prediction: of the search.
-      measurements: by training.
-      objective: what decides.
       noise: standard deviation of a measured increase near 0, in units of the loss.
     """
     problem, exact = space.problem, tuple(space.exact_choice())
@@ -127,13 +120,8 @@ def calibrated_prediction(
 
     Args:
       prediction: of the search; returned as it is where it says nothing of what was measured.
-      names: of each node's strategies.
-      exact: the exact choice, which adds nothing.
       measurements: by training; those that are not finite are left out.
       noise: standard deviation of a measured increase near 0, in units of the loss.
-
-    Raises:
-      ValueError: the noise is not positive.
     """
     if not noise > 0:
         raise ValueError(f"`noise` must be positive, in units of the loss; got {noise}.")

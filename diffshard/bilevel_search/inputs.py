@@ -44,11 +44,7 @@ def as_whole(number: Any) -> int | None:
 
 
 def checked_steps(choice_every: Any) -> int:
-    """Returns how often the choice takes a step, as an integer.
-
-    Raises:
-      ValueError: it is not a positive integer.
-    """
+    """Returns how often the choice takes a step, as an integer."""
     every = as_whole(choice_every)
     if every is None or every < 1:
         raise ValueError(f"`choice_every` must be a positive integer, got {choice_every!r}.")
@@ -59,11 +55,7 @@ def checked_steps(choice_every: Any) -> int:
 
 
 def check_key(key: Any) -> None:
-    """Checks that `key` is a JAX random key. Old-style uint32 keys are accepted.
-
-    Raises:
-      ValueError: says how a key is made.
-    """
+    """Checks that `key` is a JAX random key. Old-style uint32 keys are accepted."""
     try:
         jax.eval_shape(jax.random.split, key)
     except (TypeError, ValueError):
@@ -71,11 +63,7 @@ def check_key(key: Any) -> None:
 
 
 def check_mesh(mesh: Any) -> None:
-    """Checks that `mesh` is a mesh of one process, or None.
-
-    Raises:
-      ValueError: says what it is.
-    """
+    """Checks that `mesh` is a mesh of one process, or None."""
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ValueError(f"`mesh` must be a Mesh or an AbstractMesh, got {mesh!r}; a space takes a dict of axes.")
     if isinstance(mesh, jax.sharding.Mesh) and (count := len({d.process_index for d in mesh.devices.flat})) > 1:
@@ -86,11 +74,7 @@ def check_mesh(mesh: Any) -> None:
 
 
 def check_optimizer(name: str, optimizer: Any) -> None:
-    """Checks that an argument is an optimiser of optax.
-
-    Raises:
-      ValueError: names the argument.
-    """
+    """Checks that an argument is an optimiser of optax."""
     if not isinstance(optimizer, optax.GradientTransformation):
         raise ValueError(
             f"`{name}` must be an optax gradient transformation, as adamw(3e-4) is (of MultiSteps take its "
@@ -99,11 +83,7 @@ def check_optimizer(name: str, optimizer: Any) -> None:
 
 
 def check_update(name: str, optimizer: optax.GradientTransformation, params: Params) -> None:
-    """Checks that an optimiser needs only gradients, its state and parameters; line searches need the loss itself.
-
-    Raises:
-      ValueError: names the argument and what it lacks.
-    """
+    """Checks that an optimiser needs only gradients, its state and parameters; line searches need the loss itself."""
     try:
         jax.eval_shape(lambda p: optimizer.update(p, optimizer.init(p), p), params)
     except TypeError as error:
@@ -116,11 +96,7 @@ def check_update(name: str, optimizer: optax.GradientTransformation, params: Par
 
 
 def check_state(state: Any, problem: Problem) -> None:
-    """Checks that `state` is a state of a search of a problem; one that was saved elsewhere may not be.
-
-    Raises:
-      ValueError: it is not a `BilevelState`, or its logits have other lengths.
-    """
+    """Checks that `state` is a state of a search of a problem; one that was saved elsewhere may not be."""
     if isinstance(state, tuple) and state and isinstance(state[0], BilevelState):
         raise ValueError(
             "`state` must be a BilevelState, got a tuple that begins with one; `update` returns two things: "
@@ -142,11 +118,7 @@ def check_state(state: Any, problem: Problem) -> None:
 def check_optimizer_states(
     state: BilevelState, weights_optimizer: optax.GradientTransformation, choice_optimizer: optax.GradientTransformation
 ) -> None:
-    """Checks that a state holds what these optimisers keep.
-
-    Raises:
-      ValueError: names the first optimiser whose state has another structure.
-    """
+    """Checks that a state holds what these optimisers keep."""
     for name, optimizer, optimizer_state, params in (
         ("weights_optimizer", weights_optimizer, state.params_state, state.params),
         ("choice_optimizer", choice_optimizer, state.choice_state, state.logits),
@@ -160,21 +132,13 @@ def check_optimizer_states(
 
 
 def check_known(name: str, shapes: Any, known_shapes: Sequence[Any]) -> None:
-    """Checks that `init` got batches of these shapes, if it got any.
-
-    Raises:
-      ValueError: names the argument and the shapes.
-    """
+    """Checks that `init` got batches of these shapes, if it got any."""
     if known_shapes and shapes not in known_shapes:
         raise ValueError(f"`{name}` must have the shapes that `init` got, {known_shapes[-1]}; got {shapes}.")
 
 
 def batch_shapes(name: str, batch: Batch) -> Any:
-    """Returns the shape and type of each array of a batch.
-
-    Raises:
-      ValueError: an array has no rows.
-    """
+    """Returns the shape and type of each array of a batch."""
     shapes = shapes_of(batch)
     if any(jnp.shape(leaf)[:1] == (0,) for leaf in jax.tree.leaves(batch)):
         raise ValueError(f"`{name}` must have at least one row in each of its arrays; got {shapes}.")

@@ -55,7 +55,6 @@ class Model(Protocol):
     """A model whose parameters train while a choice is searched.
 
     Attributes:
-      space: where the choice is made.
       baseline_choice: the choice that others are compared with, `[V]`.
       baseline_seconds: seconds that cost ratios are formed with.
     """
@@ -104,7 +103,6 @@ class Model(Protocol):
         """Returns the plan that a search ends with.
 
         Args:
-          outcome: of the search.
           data: to train candidates on, where the loss depends on the choice; None takes the search's proposal.
         """
         ...
@@ -120,14 +118,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class ExactModel:
-    """A model whose loss does not depend on the choice: it trains on the user's loss.
-
-    Attributes:
-      space: where the choice is made.
-      baseline_choice: the first allowed strategies.
-      baseline_seconds: the cost of uniform weights.
-      loss_fn: the loss.
-    """
+    """A model whose loss does not depend on the choice: it trains on the user's loss."""
 
     space: SearchSpace[Any]
     baseline_choice: Choice
@@ -181,15 +172,7 @@ class ExactModel:
 
 @dataclass(frozen=True)
 class LossyModel:
-    """A model whose loss depends on the choice.
-
-    Attributes:
-      space: its strategies.
-      baseline_choice: the exact choice.
-      baseline_seconds: the cost of the exact choice.
-      estimator: see `Increase`.
-      optimizer: of the parameters.
-    """
+    """A model whose loss depends on the choice."""
 
     space: LossySpace
     baseline_choice: Choice

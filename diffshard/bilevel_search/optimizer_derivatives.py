@@ -38,13 +38,6 @@ def step_sizes(
     Optimisers that take the gradient's sign have no such derivative, nor has adam in its first step: where half a leaf
     has none, all of its sizes are the root mean square of a step, decay of weights included, over that of the gradient,
     which for adam is about the same.
-
-    Args:
-      optimizer: of the parameters.
-      state: of the optimiser.
-      params: where it stands.
-      gradients: which it gets in each of the steps.
-      key: of the signs.
     """
     signs: Any = optax.tree.random_like(key, gradients, sampler=jax.random.rademacher)
 

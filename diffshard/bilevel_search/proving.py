@@ -137,14 +137,7 @@ def prove(
 
 
 class _CandidateTraining(NamedTuple):
-    """A candidate in training.
-
-    Attributes:
-      candidate: what is trained.
-      states: of its repeated trainings.
-      step: how many steps each took.
-      losses: means over the trainings, after each rung.
-    """
+    """A candidate in training."""
 
     candidate: Candidate
     states: tuple[TrainingState, ...]

@@ -114,7 +114,6 @@ class RoundedChoice(NamedTuple):
 
     Attributes:
       choice: V strategy indices.
-      evaluation: its exact cost and memory.
       increase: its predicted or measured increase of the loss.
       message: which bound or limit it breaks and by how much; empty if none.
     """
@@ -135,9 +134,7 @@ def proposals(
     """Returns choices that the search stands for, with their predicted increase.
 
     Args:
-      problem: of the space.
       relaxed_choice: V arrays `[S_v]`.
-      prediction: of the loss.
       exact: the exact choice, which is among them under a bound, in case nothing else keeps it.
       limit: the bound on the increase of the loss, or None.
     """
@@ -159,8 +156,6 @@ def best_of(problem: Problem, increases: Mapping[Choice, float], limit: float | 
     Among choices of the same cost it takes the one of least increase.
 
     Args:
-      problem: prices the choices.
-      increases: of the loss, by choice.
       limit: the bound on the increase, or None.
     """
     largest_increase = np.inf if limit is None else limit * (1 + 1e-6)
@@ -187,14 +182,7 @@ def best_of(problem: Problem, increases: Mapping[Choice, float], limit: float | 
 
 
 def dominates(problem: Problem, exact: Choice, choice: Choice, increase: float) -> bool:
-    """Returns whether the exact choice is as cheap as another that does not lower the loss, and exceeds no memory more.
-
-    Args:
-      problem: prices both.
-      exact: the exact choice.
-      choice: the other.
-      increase: of the loss by the other.
-    """
+    """Returns whether the exact choice is as cheap as one that does not lower the loss, and exceeds no memory more."""
     if choice == exact or increase < 0:
         return False
     exact_evaluation, other = evaluate(problem, exact), evaluate(problem, choice)

@@ -33,12 +33,7 @@ def as_space_fn(space: Space) -> SpaceFn | None:
 
 
 def checked_exact_space(space: SearchSpace[Any] | Problem) -> SearchSpace[Any]:
-    """Returns the space in which the loss is the same for every choice: the argument, or a space around a `Problem`.
-
-    Raises:
-      ValueError: it does not follow `SearchSpace`, it has a method that only a `LossySpace` has, or its problem cannot
-        be searched; see `check_problem`.
-    """
+    """Returns the space in which the loss is the same for every choice: the argument, or a space around a `Problem`."""
     checked_space = _as_space(space)
     if methods := lossy_methods(checked_space):
         raise ValueError(
@@ -50,11 +45,7 @@ def checked_exact_space(space: SearchSpace[Any] | Problem) -> SearchSpace[Any]:
 
 
 def checked_lossy_space(space: SearchSpace[Any] | Problem) -> LossySpace:
-    """Returns the argument as the space in which the loss depends on the choice.
-
-    Raises:
-      ValueError: it does not follow `LossySpace`, or its problem cannot be searched; see `check_problem`.
-    """
+    """Returns the argument as the space in which the loss depends on the choice."""
     checked_space = _as_space(space)
     lossy = as_lossy(checked_space)
     if lossy is None:
@@ -91,12 +82,7 @@ def check_problem(problem: Problem, mesh_axes: Mapping[str, int]) -> None:
     """Checks that the relaxed choice of a problem can be searched.
 
     Args:
-      problem: of the space.
       mesh_axes: devices along each mesh axis; empty where the space has no mesh.
-
-    Raises:
-      ValueError: the problem breaks a rule of `Problem`, there is nothing to choose, or a transfer is forbidden
-        (independent weights cannot exclude a pair of strategies).
     """
     validate(problem)
     if any(is_forbidden(cost).any() for cost in problem.edge_cost):
@@ -122,10 +108,6 @@ def check_arguments(space: LossySpace, **arguments: Any) -> None:
 
     Args:
       space: says what these are in its attribute `arguments`, `(params, batch)`.
-      **arguments: `params` or `batch` or both.
-
-    Raises:
-      ValueError: names the first array that differs, what it must be and what it is.
     """
     for name, shapes in zip(("params", "batch"), space.arguments, strict=True):
         if name not in arguments:

@@ -69,7 +69,6 @@ class Step:
     """A step in one space: a pure function of the state and two batches.
 
     Attributes:
-      settings: of the user.
       model: how θ trains, and how its loss depends on the choice.
       objective: how loss and cost are weighed here.
     """
@@ -202,9 +201,6 @@ def step_in(space: SearchSpace[Any] | Problem, settings: Settings, mesh: Mesh | 
 
     The user says whether the loss depends on the choice: with an objective the space must be a `LossySpace`, without
     one every choice must have the same loss.
-
-    Raises:
-      ValueError: see `bilevel`.
     """
     if settings.objective is None:
         return _exact_step(space, settings)

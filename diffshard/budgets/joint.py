@@ -42,7 +42,6 @@ def joint_problem(
 
     Args:
       phases: in order.
-      spaces: of each phase.
       moves_s: seconds of moves into each phase but the first.
       is_state: for each flat argument whether it goes from phase to phase.
     """

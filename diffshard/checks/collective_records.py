@@ -15,7 +15,6 @@ class CollectiveRecord:
     """A collective as one device takes part in it.
 
     Attributes:
-      kind: what it does.
       axes: the mesh axes that a group of devices spans, in the mesh's order.
       num_devices: devices in a group; smaller than the axes' product where only a part of an axis takes part.
       num_bytes: the full size within one group of devices (see `cost.collectives`): the gathered result, the reduced or
@@ -25,7 +24,6 @@ class CollectiveRecord:
       count: executions in one step: the product of the trip counts around it, where they are known.
       sliced_axes: for an all-reduce, the axes along which its result is only ever used in slices.
       sliced_bytes: the part of `num_bytes` for which that holds, where tensors are combined.
-      source: where it comes from, for people.
     """
 
     kind: CollectiveKind

@@ -134,9 +134,6 @@ def _sliced_elements(module: Module, computation: Computation, all_reduce: Instr
     """Counts the elements of an all-reduce's results that are used only as the slice that belongs to the device.
 
     Args:
-      module: the whole program.
-      computation: the computation with the all-reduce.
-      all_reduce: the all-reduce.
       num_devices: devices in its group; a slice is smaller by this factor than what it is taken from.
 
     Returns:

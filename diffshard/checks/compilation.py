@@ -32,7 +32,6 @@ class CompiledStep:
     """What XLA made of a step, for one device.
 
     Attributes:
-      hlo: the text of the program.
       memory: XLA's plan of memory; None where the backend has none.
       num_involuntary: arrays that XLA's partitioner replicated because it found no way between two shardings.
       compile_s: seconds that the process took.
@@ -55,7 +54,6 @@ def compile_steps(
     """Compiles jobs in processes of their own.
 
     Args:
-      jobs: by name.
       timeout_s: seconds after which a process is ended.
       num_processes: how many run at a time; None takes the number of processors, at most four.
 

@@ -29,8 +29,6 @@ class Job:
       step: a step of flat arguments as `jax.export` writes it.
       donate_argnums: positions of arguments whose memory may be used for results.
       mesh_axes: devices along each axis of the mesh.
-      target: what to compile for.
-      compiler_options: as for `jax.jit`.
     """
 
     step: bytes

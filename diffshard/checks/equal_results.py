@@ -14,7 +14,6 @@ def assert_equal_results(
     """Runs a function on one device and in parallel, and compares all results.
 
     Args:
-      function: the original, which is jitted here.
       parallel: the same function with a plan; it may donate its arguments, as it gets copies.
       args: pytrees of arrays and random keys.
       tolerance: bound on the largest difference in an array, relative to the array's largest magnitude; integers must

@@ -28,10 +28,7 @@ class Instruction:
     """One instruction of a computation.
 
     Attributes:
-      name, opcode: as in the text.
       type: of the result, with all parts if it is a tuple.
-      operands: names of other instructions.
-      attributes: the text after the operands.
       is_root: whether the result is that of the computation.
     """
 
@@ -158,7 +155,6 @@ def replica_groups(text: str, num_devices: int) -> list[list[int]]:
     (`device_ids=([4,2]T(1,0))`), and an axis may be named in part (`'b':(1)2`).
 
     Args:
-      text: the instruction's text.
       num_devices: number of devices of the whole program; an empty list of groups means one group of all of them.
     """
     match = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", text)

@@ -59,8 +59,6 @@ def kernel_work(module: Module, computation: Computation, instruction: Instructi
     Operations on single elements are not counted: on GPUs they take less time than moving their operands.
 
     Args:
-      module: the program.
-      computation: the one that contains `instruction`.
       instruction: a fusion, a custom call or a single operation, but no collective, loop, conditional or call.
 
     Returns:
@@ -308,7 +306,6 @@ class AchievableRates:
         """Returns seconds of one collective alone on its links.
 
         Args:
-          kind: what it does.
           num_bytes: the full size within one group, as `cost.collectives` counts it.
           groups: devices that take part together; for a permute pairs of source and target.
         """

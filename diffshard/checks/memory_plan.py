@@ -7,9 +7,7 @@ class MemoryPlan(NamedTuple):
     """Bytes of one device while a compiled program runs.
 
     Attributes:
-      arguments, outputs: of the program.
       aliased: outputs that are written over donated arguments; they count in both.
-      temporaries: everything else at the worst moment.
     """
 
     arguments: int

@@ -14,7 +14,6 @@ class Repetition:
 
     Attributes:
       first: index of the first span of the trip that is copied; the trip ends before the span that has the repetition.
-      times: how many more trips there are.
       period_s: by how much each trip is later than the one before, by resource.
     """
 
@@ -28,9 +27,6 @@ class Span:
     """A time in which a resource is busy.
 
     Attributes:
-      name: of the instruction.
-      resource: `COMPUTE` or a class of links.
-      start_s, end_s: from the step's start.
       source: the operation's name in the traced function, or "".
       transfer: kind and mesh axes of a collective, such as "all_gather data"; "" for kernels.
       repeats: the trips for which it stands, where it stands for trips of a loop; None elsewhere.
@@ -49,7 +45,6 @@ def unroll(spans: Sequence[Span], max_spans: int = MAX_UNROLLED_SPANS) -> Iterat
     """Yields the spans of a timeline with the trips of loops written out.
 
     Args:
-      spans: of the timeline.
       max_spans: trips of one loop that are more spans than that stay one span, with its repetition.
     """
     yield from _shift(spans, range(len(spans)), {}, max_spans)

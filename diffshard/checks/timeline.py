@@ -60,7 +60,6 @@ def simulate(hlo: str, axis_sizes: Mapping[str, int], rates: AchievableRates) ->
     Args:
       hlo: `compiled.as_text()` of a GPU program, which is scheduled.
       axis_sizes: `mesh.shape`, axes in order; devices are numbered row-major.
-      rates: what the devices and links reach.
     """
     if "is_scheduled=true" not in hlo.partition("\n")[0]:
         raise ValueError(

@@ -212,7 +212,6 @@ def show_progress(what: str, format_cost: Callable[[float], str], stream: TextIO
 
     Args:
       what: what is being done, such as "searching step".
-      format_cost: writes a cost with its unit.
       stream: where progress is shown; None is stderr.
     """
     out, start = sys.stderr if stream is None else stream, time.perf_counter()

@@ -84,7 +84,6 @@ def plan_by_compiling(
     Without a timeline it is the fastest by prediction. If nothing can be compiled, it is the found plan, with a note.
 
     Args:
-      target: what to compile for.
       timeout_s: seconds for each compilation.
       request: the function with its space, and what was asked for.
       executors: by which the found plan is compiled.
@@ -131,13 +130,9 @@ class _CompiledPlans:
     """Plans of one function, and what their programs were.
 
     Attributes:
-      options: what was asked for.
-      target: what programs are compiled for.
       timeout_s: seconds for each compilation.
-      executors: by which found plans are compiled.
       baseline_plans: those that will be compiled with the next found plan.
       entries: plans that were compiled, and what became of them.
-      notes: plans that were left out.
     """
 
     options: Options

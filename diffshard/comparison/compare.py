@@ -37,10 +37,7 @@ class CompilablePlan(NamedTuple):
     """A plan that can be compiled.
 
     Attributes:
-      name: for tables.
-      plan: with its executor.
       traced_function: the function that it was made for, traced under the plan's logical axis rules.
-      space: of the traced function.
     """
 
     name: str
@@ -53,8 +50,6 @@ def judge(plans: Sequence[CompilablePlan], target: Target, *, timeout_s: float =
     """Compiles plans in processes of their own; one that fails has a note that says why.
 
     Args:
-      plans: for one mesh.
-      target: what to compile for.
       timeout_s: seconds for each compilation.
 
     Raises:

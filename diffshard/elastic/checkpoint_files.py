@@ -51,7 +51,6 @@ class SavedArray:
     """An array of a saved state.
 
     Attributes:
-      path: its place in the state.
       shape, dtype: of the whole array; the dtype of random keys is written as `key<fry>`.
     """
 

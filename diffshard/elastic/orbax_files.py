@@ -69,8 +69,6 @@ class ArrayFiles:
         Waits first until the save before is written. All processes call this.
 
         Args:
-          folder: that does not exist yet.
-          arrays: by name.
           finish: called in the first process with a temporary folder that has all arrays, before it is renamed.
 
         Raises:

@@ -45,9 +45,7 @@ class Owner:
 
     Attributes:
       token: random, and different for each time that a directory is taken.
-      host: name of its machine.
       machine: tells machines and containers apart, whose names and numbers of processes may be equal; "" if unknown.
-      pid: its number there.
       start: when it started, in the machine's own count; tells it from a later process of the same number.
       since: when it took the directory, for people.
     """

@@ -32,7 +32,6 @@ def exchange(
 
     Args:
       parts: N is the size of the largest group; in smaller ones the last parts go nowhere, and are zeros afterwards.
-      axis: the mesh axis of the groups.
       groups: devices along the axis, each in one group.
       held: how many of its S slots each device needs, `[H]`; permutes send no others.
       to_holders: whether slots are those of the device that receives, or of the one that sends.

@@ -18,12 +18,7 @@ from diffshard.sharding_search.options import (
 
 
 class BatchArguments(NamedTuple):
-    """Which arguments of a function have the batch as the leading dimension of their arrays.
-
-    Attributes:
-      argnums: by position.
-      argnames: by name.
-    """
+    """Which arguments of a function have the batch as the leading dimension of their arrays."""
 
     argnums: tuple[int, ...]
     argnames: tuple[str, ...]
@@ -59,11 +54,7 @@ def batch_of(
     arguments: BatchArguments,
     batch_name: str,
 ) -> tuple[list[str], list[int]]:
-    """Returns the path of each array of a call, and the numbers of those that belong to the batch.
-
-    Raises:
-      ValueError: an argument that should have the batch was not given.
-    """
+    """Returns the path of each array of a call, and the numbers of those that belong to the batch."""
     (argnums, argnames), names = arguments, positional_names(signature_of(fn))
     batch_names = {names[n] for n in argnums if n < len(names)} | set(argnames)
     paths, batch, is_given = [], [], set()

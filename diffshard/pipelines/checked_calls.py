@@ -16,12 +16,7 @@ from diffshard.staged_array import StagedArray
 
 
 def check_can_be_held(options: PipelineOptions, processes: Processes) -> None:
-    """Checks that one device has room for what all of them compute, as far as that is known.
-
-    Raises:
-      ValueError: the cluster is only described, so that nothing runs.
-      PlanError: the devices are those of several processes.
-    """
+    """Checks that one device has room for what all of them compute, as far as that is known."""
     if not options.cluster.devices:
         raise ValueError(
             '`check` "numbers" holds the first call against one device, and the cluster of `pipeline` is only '
@@ -50,10 +45,6 @@ def checked_call(
     """Runs a step as a pipeline and on one device, and returns the pipeline's result.
 
     Args:
-      options: what is asked for.
-      found: the pipeline.
-      execution: its programs.
-      args: of the step.
       kwargs: of the step, in order of their names.
       processes: those that run it; one.
 

@@ -24,11 +24,9 @@ class Course:
     """What a search for a pipeline has done so far.
 
     Args:
-      line: the line on a terminal.
       time_limit_s: for all of the search; None ends by its own rule.
 
     Attributes:
-      deadline: of all of the search.
       is_interrupted: whether Ctrl-C ended a part of it, after which no other is begun that can be left out.
     """
 

@@ -45,10 +45,8 @@ class UncutStep:
 
     Attributes:
       call: the traced step; its equations have numbers.
-      function: the step in micro-batches.
       parts: the step in three parts; cuts name equations of `parts.each`.
       given: for each flat argument the sharding that the user gives, or None; empty where there are none.
-      batch_means: as in `Pipeline`.
     """
 
     call: TracedCall
@@ -114,9 +112,7 @@ class CutStep:
 
     Attributes:
       traced: the step, of arguments of which some are divided by layers.
-      parts: the step in three parts.
       cuts: `[S - 1]`, indices of equations of `parts.each` with which a stage begins.
-      segments: which arguments and results are divided.
       feedback: for each flat result of the cut step the flat argument that it replaces, or None.
     """
 
@@ -172,17 +168,8 @@ def uncut_step(
     """Traces a training step for some arguments, arrays or their shapes, in micro-batches.
 
     Args:
-      fn: the step.
       count: into how many parts the batch is divided.
-      batch: the arguments that have it.
-      args: of the step.
-      kwargs: of the step.
       num_groups: R, which divides `count`: `in_groups` makes micro-batches of R parts each.
-      batch_means: as in `Pipeline`.
-
-    Raises:
-      ValueError: the batch cannot be divided, an operation mixes its examples, or a scan has whole training steps as
-        its trips; names the argument or the operation.
     """
     with planned_without_cudnn():
         call = traced_call(fn, count, batch, args, kwargs, _COUNT_NAME)
@@ -221,7 +208,6 @@ def cut_step(step: UncutStep, cuts: Sequence[Cut]) -> CutStep:
     """Cuts a step at some places.
 
     Args:
-      step: from `uncut_step`.
       cuts: `[S - 1]`, equations of `step.parts.each` or trips of its scans, such as those of `step.candidates()`.
 
     Raises:

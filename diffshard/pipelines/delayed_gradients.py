@@ -77,9 +77,6 @@ class DelayedStep:
         """Returns the arguments of the first step, arrays or their shapes, with both versions of the weights.
 
         Arguments that have `DelayedArray` already are returned as they are.
-
-        Raises:
-          ValueError: as a call.
         """
         if any(isinstance(leaf, DelayedArray) for leaf in jax.tree.leaves((args, kwargs), is_leaf=_is_delayed)):
             return args, kwargs
@@ -136,7 +133,6 @@ class _TracedStep(NamedTuple):
 
     Attributes:
       program: of the flat arguments, without calls.
-      result: the structure of its result.
       feedback: for each flat result the position of the flat argument that it replaces, or None.
       delayed: the positions of the arguments that have two versions.
       is_differentiated: of each equation, whether it belongs to a differentiated function.

@@ -52,8 +52,6 @@ class LayerPart(NamedTuple):
     """What is solved together.
 
     Attributes:
-      layer: which one.
-      kind: of the program, such as "forward".
       loop: the identity of the scan's equation whose trips it is in; 0 around all scans.
     """
 
@@ -67,7 +65,6 @@ class _Layers:
     """A step in one stage, in which some layers have scopes.
 
     Attributes:
-      function: of the stage.
       number: for each layer of the chain an equal one that has a scope.
     """
 
@@ -78,10 +75,6 @@ class _Layers:
 class LayerBounds:
     """What each layer of a chain takes at least, on one mesh after the other.
 
-    Args:
-      step: in micro-batches.
-      chain: its layers.
-
     Raises:
       ValueError: an operation cannot be computed in groups; names it.
     """
@@ -90,12 +83,7 @@ class LayerBounds:
         self._layers = _marked_layers(step, chain)
 
     def seconds(self, mesh: AbstractMesh, hardware: Hardware) -> tuple[np.ndarray, np.ndarray]:
-        """Returns `[L]` seconds of a micro-batch in each layer and `[L]` of the step's end, with any sharding.
-
-        Args:
-          mesh: of a stage.
-          hardware: of the mesh.
-        """
+        """Returns `[L]` seconds of a micro-batch in each layer and `[L]` of the step's end, with any sharding."""
         function, number = self._layers.function, list(self._layers.number)
         options = Options(fn=function, mesh=mesh, hardware=hardware, memory_limit_bytes=np.inf, progress="none")
         traced = trace_function(options, function.shapes)
@@ -115,8 +103,6 @@ def layer_seconds(
 
     Args:
       space: of the whole step in one stage, whose equations have the scopes of their layers.
-      function: of the stage.
-      layers: numbers of scopes.
     """
     parts = [part_of(node) for node in space.nodes]
     shares = PartShares(space.graph, [part_of(Node(v, None, ())) for v in space.graph.vertices], space.hardware)
@@ -154,13 +140,7 @@ def part_of(node: Node) -> LayerPart | None:
 
 
 class PartShares(CollectiveShares):
-    """The parts of collectives that count in every stage that has a layer.
-
-    Args:
-      graph: the whole step.
-      parts: of its vertices.
-      hardware: of the mesh.
-    """
+    """The parts of collectives that count in every stage that has a layer."""
 
     def __init__(self, graph: Graph, parts: Sequence[LayerPart | None], hardware: Hardware):
         super().__init__(graph, hardware.exposed_share)

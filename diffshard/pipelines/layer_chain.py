@@ -28,7 +28,6 @@ class LayerChain:
       signatures: `[L]`, equal for layers of equal equations.
       sources: `[L]`, the first of the user's lines in a layer.
       step: the step, cut at all of these places.
-      labelled: its equations with their layers.
     """
 
     cuts: tuple[Cut, ...]
@@ -52,7 +51,6 @@ def layer_chain(step: UncutStep, most_layers: int) -> LayerChain:
     """Finds where a step may be cut well: where fewer bytes of activations are live than around.
 
     Args:
-      step: in micro-batches.
       most_layers: of more layers neighbours with the least arithmetic are joined.
 
     Raises:

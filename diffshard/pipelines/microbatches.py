@@ -81,9 +81,6 @@ class TracedMicrobatches(NamedTuple):
     """A function that was traced for some arguments, in micro-batches.
 
     Attributes:
-      function: of the flat arrays.
-      arrays: the flat arrays of the arguments.
-      paths: the name of each.
       result: the structure of the result, with its leaves that are no arrays.
     """
 
@@ -97,10 +94,7 @@ class TracedCall(NamedTuple):
     """A function that was traced for some arguments.
 
     Attributes:
-      name: of the function.
       program: of the flat arrays, without dead code.
-      arrays: the flat arrays of the arguments.
-      paths: the name of each.
       batch: the positions of those that have the batch as their leading dimension.
       result: the structure of the result, with its leaves that are no arrays.
       feedback: for each flat result the flat argument that it replaces in the next call, or None.
@@ -135,19 +129,7 @@ def traced_call(
     kwargs: Mapping[str, Any],
     count_name: str = "num_microbatches",
 ) -> TracedCall:
-    """Traces a function for some arguments, arrays or their shapes.
-
-    Args:
-      fn: the function.
-      count: the number of micro-batches.
-      batch: which arguments have the batch.
-      args: of the function, by position.
-      kwargs: of the function, by name.
-      count_name: how errors call the number of micro-batches.
-
-    Raises:
-      ValueError: the batch cannot be divided into `count` parts; names the argument.
-    """
+    """Traces a function for some arguments, arrays or their shapes."""
     arrays, structure = split((tuple(args), dict(kwargs)))
     given = given_arguments(fn, args, kwargs)
     paths, of_batch = batch_of(fn, given, arrays, batch, _batch_name(count_name))
@@ -194,9 +176,6 @@ def divided_call(
     """Finds how a traced function runs in micro-batches, which are those of some groups one after the other.
 
     With `estimates_sums` gradients may read sums over the batch as each micro-batch estimates them.
-
-    Raises:
-      ValueError: an operation mixes the examples of the batch; names it.
     """
     graph = build_graph(call.program, [None] * len(call.program.jaxpr.outvars), call.paths)
     try:

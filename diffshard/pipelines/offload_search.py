@@ -63,13 +63,7 @@ def least_offload(
 
 
 def largest_residuals(staged: StagedStep, stage: int, least_bytes: float) -> tuple[int, ...]:
-    """Returns the positions of the fewest, largest residuals of a stage that reach a number of bytes, or of all.
-
-    Args:
-      staged: the step.
-      stage: which one.
-      least_bytes: of a micro-batch, as a whole.
-    """
+    """Returns the positions of the fewest, largest residuals of a stage that reach a number of bytes, or of all."""
     residuals = residuals_of(staged, stage)
     size = {i: num_bytes(staged.avals[k]) for i, k in enumerate(residuals) if can_be_offloaded(staged, k)}
     chosen: list[int] = []
@@ -96,11 +90,6 @@ def with_copies(
 
     Args:
       layout: of a stage whose residuals at some positions are offloaded.
-      staged: the step.
-      stage: which one.
-      offloaded: the positions.
-      sizes: of the axes of the mesh.
-      hardware: of the mesh.
     """
     assert hardware.host_memory_bytes_per_s is not None
     residuals = residuals_of(staged, stage)

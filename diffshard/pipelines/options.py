@@ -33,16 +33,11 @@ class PipelineOptions:
     """The arguments of a search for a pipeline.
 
     Attributes:
-      fn: the training step.
-      cluster: the devices.
-      pipeline: what may be chosen.
       memory_limit_bytes: of each device; None takes the memory of its kind.
-      donate_argnums, donate_argnames: arguments whose memory results may take.
       static_argnums, static_argnames: arguments that are constants of the step.
       in_shardings: shardings to keep, on the axes "x" and "y" of the stages' meshes; as in `search`.
       logical_axis_rules: pairs of a name in flax's metadata and such axes, by which arguments are given.
       executor: of the programs of the stages; None takes the default one of each.
-      solver: of the sharding of a stage.
       key: random key or seed of the solver.
       time_limit_s: for solving and proving; None ends by its own rule.
       cache: a folder that keeps what was decided; None keeps nothing.
@@ -100,9 +95,7 @@ def pipeline_options(
     """Returns the arguments of a search for a pipeline, checked.
 
     Args:
-      fn: the training step.
       devices: a `Cluster`, JAX devices, or their number.
-      pipeline: what may be chosen.
       hardware: the name of a preset; None for clusters, and for that of JAX devices.
       options: further fields of `PipelineOptions`; arguments that have a name may be given by position only.
 
@@ -193,11 +186,7 @@ class NamedArguments(NamedTuple):
 def checked_arguments(
     fn: Callable[..., Any], kind: str, numbers: Sequence[Any], names: Sequence[Any]
 ) -> NamedArguments:
-    """Returns arguments that are given by position and by name, of a kind such as "donate".
-
-    Raises:
-      ValueError: the function has no such argument.
-    """
+    """Returns arguments that are given by position and by name, of a kind such as "donate"."""
     checked = [whole_number(number) for number in numbers]
     if any(number is None or number < 0 for number in checked):
         raise ValueError(f"`{kind}_argnums` must be positions of arguments, 0 or more, not {tuple(numbers)!r}.")
@@ -225,11 +214,7 @@ def checked_arguments(
 
 
 def checked_cluster(devices: Any, hardware: Any) -> Cluster:
-    """Returns devices as a cluster.
-
-    Raises:
-      TypeError, ValueError: they are a mesh, or of no kind that is known.
-    """
+    """Returns devices as a cluster."""
     if isinstance(devices, Mesh | AbstractMesh):
         raise TypeError(
             "`mesh` cannot be given together with `pipeline`, which divides devices into meshes itself. Give "
@@ -267,11 +252,7 @@ def _check_names_axes_of_stages(in_shardings: Any) -> None:
 
 
 def with_remat(pipeline: Pipeline, remat: Remat | None) -> Pipeline:
-    """Returns a pipeline that may do with residuals what `remat` says, besides what it may do itself.
-
-    Raises:
-      ValueError: there is no such value of `remat`.
-    """
+    """Returns a pipeline that may do with residuals what `remat` says, besides what it may do itself."""
     if remat is None:
         return pipeline
     if remat not in get_args(Remat):

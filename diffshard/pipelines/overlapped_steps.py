@@ -50,9 +50,7 @@ def chosen_overlap(
     Args:
       staged: the step, of gradients of one step ago.
       replaced: for each flat argument the flat result that replaces it in the next step, or None.
-      sharding: how a stage stores an array.
       free_bytes: `[S]`, of each device of a stage.
-      price: returns what a step takes.
     """
     overlap = possible_overlap(staged, replaced)
     needed = (overlap_bytes(staged, replaced, stage, overlap, sharding) for stage in range(staged.num_stages))
@@ -97,9 +95,6 @@ def run_overlapped(
     """Runs steps that overlap, and yields the flat results of each when the next one has been started.
 
     Args:
-      calls: the programs.
-      actions: what is done with arrays.
-      overlap: "own_ends" or "late_ends", of `possible_overlap`.
       replaced: for each flat argument the flat result that replaces it in the next step, or None.
       steps: the flat arguments of each; those that a result replaces are read of the first step only.
     """

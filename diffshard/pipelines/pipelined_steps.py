@@ -14,18 +14,7 @@ Name = int | str
 def batches_of(
     names: Sequence[str], batch: BatchArguments, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[Name, Iterable[Any]]:
-    """Returns the arguments that have the batch, each an iterable of batches.
-
-    Args:
-      names: of the parameters that the function takes by position.
-      batch: which arguments have the batch.
-      args: of all steps, by position.
-      kwargs: of all steps, by name.
-
-    Raises:
-      TypeError: such an argument is no iterable.
-      ValueError: there is none.
-    """
+    """Returns the arguments that have the batch, each an iterable of batches."""
     of_batch = {names[n] for n in batch.argnums if n < len(names)} | set(batch.argnames)
     found: dict[Name, Any] = {
         n: x for n, x in enumerate(args) if n in batch.argnums or (n < len(names) and names[n] in of_batch)
@@ -52,13 +41,8 @@ def flat_steps(
     """Yields the flat arguments of each step, those of all but the first one without what results replace.
 
     Args:
-      step: that is cut.
-      args: of the first step, by position.
       kwargs: of the first step, by name, in order of their names.
       batches: the arguments of the other steps that have the batch.
-
-    Raises:
-      ValueError: a batch has other arrays than the first one.
     """
     flat = step.flat_arguments(split((tuple(args), kwargs))[0])
     given: dict[Name, Any] = {**dict(enumerate(args)), **kwargs}

@@ -14,13 +14,7 @@ from diffshard.pipelines.stage_search import StageLayout, StageMemoryError
 
 
 class Entry(NamedTuple):
-    """A stage that may be solved.
-
-    Attributes:
-      start, end: its layers.
-      submesh: the index of its submesh.
-      in_flight: how many micro-batches it keeps.
-    """
+    """A stage that may be solved."""
 
     start: int
     end: int
@@ -33,9 +27,6 @@ class FoundDivision:
     """A division of the layers into stages, with the shardings found for each.
 
     Attributes:
-      stages: from the first to the last.
-      entries: those of the stages.
-      layouts: of the stages.
       bound_s: the schedule's lower bound for the stages' seconds.
     """
 
@@ -64,11 +55,7 @@ class SolvedStages:
 
     Args:
       signatures: `[L]`, equal for equal layers.
-      memory_limits_bytes: of a device of each submesh.
       solve: solves an entry; raises `StageMemoryError` where it does not fit.
-
-    Attributes:
-      proven_not_to_fit: by kind and micro-batches kept.
     """
 
     def __init__(self, signatures: Sequence[Hashable], memory_limits_bytes: Sequence[float], solve: SolveEntry):

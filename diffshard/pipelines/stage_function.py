@@ -29,13 +29,7 @@ _SCOPE, _FORWARD = "each micro-batch", "forward program"
 
 @dataclass(frozen=True)
 class StageArguments:
-    """The arguments of a stage's function, as keys.
-
-    Attributes:
-      kept: what the step replaces, such as weights.
-      read: other arguments of the step, the batch among them.
-      received: what other stages send: activations, gradients, sums.
-    """
+    """The arguments of a stage's function, as keys."""
 
     kept: tuple[Key, ...]
     read: tuple[Key, ...]
@@ -46,15 +40,12 @@ class StageFunction:
     """The function of a stage.
 
     Args:
-      staged: a step in stages.
-      stage: which one.
       in_flight: k, how many micro-batches it keeps at most.
       replaced: for each flat argument of the step the flat result that replaces it, or None.
 
     Attributes:
       arguments: the keys of `kept`, `read` and `received`.
       results: the keys of other results.
-      sums: what the micro-batches make together.
       residuals: the keys of what the backward program of a micro-batch reads that its forward program made or read
         itself, if it is not there for the whole step: these arrays are there for each micro-batch that is kept.
       queued: those that devices keep for each micro-batch in flight; the others are offloaded.

@@ -23,9 +23,7 @@ def weigh(function: StageFunction, graph: Graph, mesh: AbstractMesh) -> None:
     What runs for each micro-batch counts M times.
 
     Args:
-      function: of the stage.
       graph: of this function; it is changed.
-      mesh: that the stage runs on.
     """
     _Lifetimes(function, graph).write(tuple(mesh.shape.values()))
     for vertex in graph.vertices:
@@ -192,11 +190,6 @@ def shared_parts(shape: Sequence[int], one: Sequence[int], other: Sequence[int])
     """Returns into how many parts an array is split that goes from one mesh to another, and along which dimension.
 
     The parts are even, and as many as some first axes of both meshes have together.
-
-    Args:
-      shape: of the array.
-      one: devices along each axis of a mesh.
-      other: of the other mesh.
     """
     possible = _first_products(one) & _first_products(other)
     parts, dim = max(((n, -d) for d, size in enumerate(shape) for n in possible if size % n == 0), default=(1, 0))

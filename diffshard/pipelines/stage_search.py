@@ -55,13 +55,10 @@ class StageLayout:
 
     Attributes:
       seconds: predicted, of a whole step: all micro-batches and the end.
-      lower_bound_s: no sharding takes less.
       end_s: the part of `seconds` that is the end of the step.
-      peak_bytes: of each device.
       residual_bytes: of each device, what a micro-batch leaves there for its backward pass.
       specs: by key, of arguments and of what programs leave.
       choice: of the space's nodes; a stage of equal equations takes it over without a search.
-      in_flight: how many micro-batches the stage keeps.
       recomputed: the steps of the forward program that run again in the backward program (`residuals.StageResiduals`).
       recomputed_bytes: of the arrays that this spares in each micro-batch, as a whole.
       num_residuals: arrays that the backward program of a micro-batch reads of its forward program.
@@ -107,16 +104,9 @@ def search_stage(
     """Finds how a stage runs on a mesh.
 
     Args:
-      function: of the stage.
-      mesh: it runs on.
-      hardware: of the mesh.
-      memory_limit_bytes: of each device.
       is_donated: whether results may take the memory of the arguments that they replace.
       known: the layout of a stage that may have equal equations; then it is taken over, and nothing is solved.
       solving: the options `solver`, `key` and `time_limit_s` of the search for a sharding.
-
-    Raises:
-      StageMemoryError: nothing fits the memory limit, or nothing that fits was found.
     """
     request = stage_request(
         function,
@@ -210,11 +200,7 @@ def stage_request(
 
 
 def _given_to(function: StageFunction, mesh: AbstractMesh) -> Any:
-    """Returns the shardings that the user gives to arguments that a stage keeps, on the axes that its mesh has.
-
-    Raises:
-      StageMemoryError: the mesh cannot divide an argument so.
-    """
+    """Returns the shardings that the user gives to arguments that a stage keeps, on the axes that its mesh has."""
     staged = function.staged
     if not staged.given:
         return None

@@ -15,7 +15,6 @@ class StaticCall(NamedTuple):
 
     Attributes:
       values: the static arguments, by the position or the name by which they are given.
-      args, kwargs: the others.
     """
 
     values: dict[int | str, Any]
@@ -36,11 +35,7 @@ def _exact(value: Any) -> Any:
 
 
 def static_call(options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StaticCall:
-    """Takes the static arguments out of a call.
-
-    Raises:
-      TypeError: one of them is not hashable.
-    """
+    """Takes the static arguments out of a call."""
     by_position = {n: args[n] for n in options.static_argnums if n < len(args)}
     by_name = {name: kwargs[name] for name in options.static_argnames if name in kwargs}
     for place, value in {**by_position, **by_name}.items():
@@ -78,11 +73,7 @@ def without_static(options: PipelineOptions, values: Mapping[int | str, Any]) ->
 
 
 def check_static(options: PipelineOptions) -> None:
-    """Checks that static arguments are not donated, and have no batch.
-
-    Raises:
-      ValueError: one of them is both.
-    """
+    """Checks that static arguments are not donated, and have no batch."""
     names, batch = positional_names(signature_of(options.fn)), options.pipeline.batch
     others = {
         "donate_argnums": (*options.donate_argnums, *options.donate_argnames),

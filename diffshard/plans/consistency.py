@@ -24,7 +24,6 @@ def check_plan(plan: PlanData, distinct: Iterable[int] | None = None) -> None:
     """Checks that the fields of a plan fit each other; that they have the right types is known.
 
     Args:
-      plan: the plan.
       distinct: indices of operations that differ; all others are equal to one of these but for their place. None are
         all operations.
     """

@@ -100,8 +100,6 @@ def content(document: Any, name: str, kind: str, version: int) -> dict[str, Any]
     """Returns what a document holds beside its kind, version and checksum.
 
     Args:
-      document: JSON values.
-      name: where they come from, for errors.
       kind: the kind of plan that they must be.
       version: the version that is written, and the only one that can be read.
     """
@@ -122,10 +120,6 @@ def made_of(document: Any, name: str, kind: str, version: int, make: Callable[[d
     """Returns what is made of a document's content.
 
     Args:
-      document: JSON values.
-      name: as in `content`.
-      kind: as in `content`.
-      version: as in `content`.
       make: makes it of the content; raises one of `DAMAGE` where it cannot.
     """
     values = content(document, name, kind, version)
@@ -144,11 +138,8 @@ class RecordFile:
     """A kind of files, each with the fields of one record: a dataclass or a named tuple.
 
     Attributes:
-      kind: as in `content`.
-      version: as in `content`.
       check: raises `ValueError` where fields of a record do not fit each other; says what is wrong. It is for records
         whose class does not check its own fields.
-      without: fields that are not saved.
       needed: fields that a file must have, although the record has a default for them.
       parts: of classes that are not written field by field, how their values are written as JSON values or records,
         and read back from JSON values; by the annotation of the fields that have them.

@@ -30,7 +30,6 @@ class Mark(NamedTuple):
     """A dashed line with a text: at a height `y`, or at a place `x`.
 
     Attributes:
-      text: what it says.
       colour: the name of a colour of `page_elements.STYLE`.
       x, y: one of both; the other is None.
     """
@@ -98,10 +97,8 @@ def plot(
     Args:
       label: what it shows, for those who do not see it.
       curves: from x = 0 on; the last point of each holds until `right`.
-      right: the largest x.
       top: the largest y; the lower edge is 0.
       ends: texts below the left and the right end.
-      marks: lines across the drawing, with texts.
       below: an element between the drawing and the texts of its ends, such as a strip.
     """
     right, top = right or 1.0, top or 1.0
@@ -128,13 +125,7 @@ def strip(pieces: Sequence[tuple[str, str, float, str]], total: float) -> str:
 
 
 def text_in(share: float, text: str, padding: float = _PADDING) -> str:
-    """Returns the text of a piece that takes a share of the width, in percent: only where there is room for it.
-
-    Args:
-      share: of the width.
-      text: what it says.
-      padding: pixels at its sides, together.
-    """
+    """Returns the text of a piece that takes a share of the width, in percent: only where there is room for it."""
     needed = _LETTER * len(text) + padding
     if share * _NARROW >= 100 * needed:
         return f"<span>{escape(text)}</span>"

@@ -84,10 +84,7 @@ def from_json(
     """Returns a plan of a kind from JSON values.
 
     Args:
-      document: the values.
-      name: where they come from, for errors.
       kind: `PlanData` or a class with its fields.
-      mesh: as in `Plan.load`.
       places: where the function's operations are, if the values come from `without_places`.
     """
     plan = made_of(document, name, SHARDING, VERSION, lambda values: _plan_from_values(values, kind, mesh, places))

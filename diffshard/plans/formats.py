@@ -112,7 +112,6 @@ def format_table(
 
     Args:
       rows: cells of text, equally many in each row.
-      indent: what stands before each line.
       right: columns of numbers, which align to the right and do not wrap.
       wrap: columns that wrap before others do, in this order.
     """

@@ -29,7 +29,6 @@ class MisfitError(TypeError):
     """JSON values are not what an annotation says; the text names the place and the value.
 
     Attributes:
-      rule: what is wrong, after the place.
       place: of the value in what was read, from the outermost part to the innermost: names of fields, `[number]`s.
     """
 
@@ -75,7 +74,6 @@ def from_json_values(hint: Any, value: Any, converters: Mapping[Any, Any] | None
     Args:
       hint: a type, an alias such as `tuple[int, ...]`, a union, a `Literal`, a dataclass or a named tuple; numbers may
         have a range of `cost.number_ranges`.
-      value: JSON values.
       converters: functions that restore values, by the annotation for which they are used.
 
     Raises:

@@ -22,8 +22,6 @@ class LaneBar:
       label: a layer of the function, or a kind of collective with its mesh axes.
       kind: "forward", "backward" or "update" for kernels; the kind of a collective; "copy" for copies to the host and
         back; "trips" for many trips of a loop together; "other" for everything else.
-      start_s, end_s: from the step's start.
-      count: kernels or collectives in it.
     """
 
     label: str
@@ -52,7 +50,6 @@ def lane_elements(lanes: Sequence[Lane], step_s: float) -> str:
     """Returns a drawing of lanes below each other, to the scale of the step, with a key of the colours.
 
     Args:
-      lanes: of one program.
       step_s: seconds of its step, the width of the drawing.
     """
     rows = []

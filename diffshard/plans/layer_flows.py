@@ -20,7 +20,6 @@ class LayerPass(NamedTuple):
     """Operations of one layer and direction that run after each other.
 
     Attributes:
-      layer: as `layers.layer_name` says.
       direction: "update" for what is outside the loss and its derivative.
       start, end: numbers of operations that ran before it and until its end.
     """
@@ -86,10 +85,7 @@ class LayerFlow(NamedTuple):
       source, target: names of shown layers; equal inside a layer, and where a layer hands on to the next of those that
         are shown as one.
       direction: the pass that makes the arrays, or reads them where they are arguments.
-      kind, axis: of the collectives.
-      count: executions in one step.
-      num_bytes: of all of them, each the size of the whole array in one group of devices along the axis.
-      seconds: that the step waits for them.
+      num_bytes: of all executions, each the size of the whole array in one group of devices along the axis.
     """
 
     source: str
@@ -171,8 +167,6 @@ def flow_elements(layer: Layer, flows: Sequence[LayerFlow], most_bytes: float) -
     """Returns the element below a layer: an arrow for each other layer and direction, with the collectives on it.
 
     Args:
-      layer: below which it stands.
-      flows: of `flows_below`.
       most_bytes: the largest number of bytes of any flow, as wide as the column of bars.
     """
     lines = []

@@ -44,7 +44,6 @@ class Layer(NamedTuple):
     Attributes:
       name: pattern of the modules' names, such as `GPT/layer_*`.
       times: how many layers there are of this content.
-      arguments, forward, backward: the parts of one of them.
       compute_s, collective_s: seconds of one of them in one step.
       members: the names of the layers that it stands for.
     """

@@ -21,11 +21,8 @@ class HeldGroup(NamedTuple):
     """Arrays in memory at the peak that are alike.
 
     Attributes:
-      name: pattern of their names.
-      times: how many there are.
-      array: type of one of them, whole.
       origin: "argument", "gathered copy", or the pass that makes them.
-      num_bytes: of all of them, on one device.
+      num_bytes: of all these arrays, on one device.
       parts: into how many parts each is split.
     """
 

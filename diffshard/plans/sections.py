@@ -82,7 +82,6 @@ class Residual:
 
     Attributes:
       name: the modules and the operation that make them; numbers of layers are left out.
-      source: the line of the user's code.
       how: "kept" in memory; "recomputed": the operation runs a second time in the backward pass; or "offloaded": it
         waits in the host's memory.
       num_arrays: how many there are; the trips of a loop are counted.
@@ -111,7 +110,6 @@ class Rematerialisation:
       kept_bytes: of what is kept from forward to backward on each device.
       offloaded: of each array that waits in the host's memory its number, that of the step by which it has left the
         device, and that of the step from which on it comes back; both are 0 in loops.
-      host_bytes: of these arrays, for each device.
     """
 
     recomputed: tuple[Index, ...]
@@ -136,7 +134,6 @@ class WholeWork:
 
     Attributes:
       operations: what they are: the name and the user's line of some of them.
-      indices: into `PlanData.operations`.
       seconds: of the predicted computing of a step that splitting them would save; its other effects are not known.
       has_rule: whether the operations have a sharding rule.
       size: of the dimension that does not divide; None where they cannot be split at all.

@@ -21,8 +21,6 @@ class AlikeOperations(NamedTuple):
 
     Attributes:
       name: module path and primitive, `backward` in front where it belongs to a derivative.
-      operations: indices into `PlanData.operations`.
-      result: type of the first result.
       spec: the spec in which the first result is kept.
       compute_s, collective_s: seconds of all of them in one step.
       collectives: (kind, axis) of the communication that they cause.
@@ -51,7 +49,6 @@ class Communication(NamedTuple):
     """The communication of each operation.
 
     Attributes:
-      seconds: for each operation, in one step.
       kinds: for each operation the (kind, axis) of its collectives, each once, without those of 0 bytes.
     """
 

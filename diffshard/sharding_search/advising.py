@@ -56,8 +56,6 @@ def advice_of(request: PlanRequest, plan: Plan, deadline: Deadline) -> tuple[Adv
     What gains less than a hundredth of the step's seconds or of the peak's bytes is left out.
 
     Args:
-      request: for which the plan was found.
-      plan: of one of the request's meshes.
       deadline: of the search for it; advice that takes a search of its own has what is left.
     """
     advice = list(_of_whole_work(plan))

@@ -29,7 +29,6 @@ class Structure:
     """A pytree without its arrays. Two are equal if the same arrays make equal pytrees of them.
 
     Attributes:
-      treedef: of the whole pytree.
       constants: the leaves that are not arrays, with their positions among all leaves.
       types: of the constants: 1 and 1.0 are equal, but different constants.
     """
@@ -86,9 +85,7 @@ class Call:
 
     Attributes:
       structure: of the positional arguments and the keyword arguments, a tuple and a dictionary.
-      arrays: shapes and dtypes.
       parameters: the names of the arguments in order, the static ones included.
-      numbers: which of `parameters` has the array.
       paths: a name of the array: the parameter's, then the place inside.
       keys: the keys of the place inside, as text.
       donated: whether its memory may be used for results.

@@ -41,7 +41,6 @@ class FlatFunction(NamedTuple):
 
     Attributes:
       run: takes the flat arguments without the static ones and returns the flat results.
-      in_shardings, out_shardings: of each flat argument and result.
       donate_argnums: positions of flat arguments whose memory may be used for results.
       compiler_options: for `jax.jit`; XLA ignores those for other backends.
       residuals: what it takes after its arguments and returns after its results: `PlanData.residuals`.

@@ -42,8 +42,6 @@ def spec_by_rules(axes: LogicalAxes, rules: LogicalAxisRules, mesh_axes: Sequenc
     Args:
       axes: the names of the dimensions; those of mesh axes need no rule.
       rules: pairs of a name and mesh axes.
-      mesh_axes: the names of the mesh's axes.
-      path: the array's, for the message.
     """
     used: set[str] = set()
     spec: list[tuple[str, ...] | None] = []

@@ -24,10 +24,8 @@ class Look:
     """Steps of a function whose products are mixtures of exact and rounded ones.
 
     Args:
-      mixed: the function.
       replaced: of each result that replaces an argument its number and that of the argument.
       loss: the number of the result that is the loss.
-      on_overflow: see `MixedProducts`.
     """
 
     def __init__(

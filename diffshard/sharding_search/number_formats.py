@@ -100,9 +100,6 @@ class ProductGroup(NamedTuple):
       name: its place, the pass, and the contracted dimensions of both operands; then the format, unless it is float8.
         Of sums their direction and the format.
       place: modules and line without numbers of layers; of sums their direction; `KEPT`.
-      vertices: the operations, in program order.
-      format: the name of the format.
-      kind: "product", "sum" or "kept".
     """
 
     name: str

@@ -49,10 +49,7 @@ class TwoRuns:
       way: how it runs, as in "`executor` "program"".
       reference: what it is held against, as in "one device".
       refer: runs it in that other way, and donates nothing.
-      fault: whose fault a difference is.
-      paths: a name for each result.
       epsilon: one rounding of the coarsest type in the function, relative.
-      processes: those that run it.
     """
 
     way: str
@@ -142,9 +139,6 @@ class NumbersCheck:
 
     Args:
       plan: the plan, with the executor by which the function runs.
-      traced_function: the function.
-      space: of the function.
-      mesh: the devices.
 
     Raises:
       PlanError: the function cannot run in the other way.
@@ -215,7 +209,6 @@ class _Difference(NamedTuple):
       distance: the largest distance of two numbers; of integers the share of unequal ones.
       scale: the largest finite magnitude; 1 for integers.
       epsilon: what one rounding is, relative to the magnitude; 0 for integers.
-      expected, actual: the two numbers, as text.
     """
 
     where: str = ""

@@ -186,8 +186,6 @@ def options_of(
     """Returns the options that a user's arguments stand for.
 
     Args:
-      fn: as in `search`.
-      mesh: as in `search`.
       hardware: as in `search`; None takes the preset of the mesh's devices.
       memory_limit_bytes: of each device; None takes the memory of the hardware.
       **options: further fields of `Options`. Arguments may be named as in `jax.jit`; None takes the default solver.

@@ -114,8 +114,6 @@ def named_arguments(
     Args:
       names: of the plan's arguments that have a position.
       static_argnames: of its static arguments that are given by name only.
-      args: the first arguments.
-      kwargs: further ones.
     """
     expected = f"The plan was made for the arguments {', '.join(names)}"
     if len(args) > len(names):

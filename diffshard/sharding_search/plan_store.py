@@ -157,7 +157,6 @@ def plan_of_first_process(find: FindPlan, request: PlanRequest, processes: Proce
     """Returns the plan that the first process finds; in one process only, it just searches.
 
     Args:
-      find: finds a plan.
       request: for the same function in all processes.
       processes: whose plan it is; None for those that own devices of the mesh.
 

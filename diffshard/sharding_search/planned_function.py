@@ -48,12 +48,7 @@ class _Prepared(Generic[PlanT]):
     """What runs calls of one structure, with arrays of some types.
 
     Attributes:
-      plan: the plan.
-      call: the arguments.
-      make_flat: makes the function of flat arrays.
-      result: the structure of the result.
       settings: of JAX, for which the function was traced.
-      name: of the function, for traces.
       make_check: makes what the first call is held against; None where it is not, or was.
     """
 

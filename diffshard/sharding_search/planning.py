@@ -88,7 +88,6 @@ def fastest_choice(
     """Returns the choice of a request's space with the fastest step that was found within the options' limits.
 
     Args:
-      request: the function and its space.
       deadline: of all problems of a search together.
       start: `[V]` strategy indices to begin with.
       stop_gap: the relative gap at which the search ends.

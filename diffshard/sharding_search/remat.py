@@ -299,9 +299,6 @@ def record_of(
     """Returns what is kept, what is computed again and what is offloaded, all that the same code makes together.
 
     Args:
-      network: what values take.
-      passes: the function's forward and backward passes.
-      candidate: the choice.
       link: to the host's memory; None if nothing can be offloaded.
     """
     graph = network.graph

@@ -27,10 +27,7 @@ class PlanRequest(NamedTuple):
     """A function that wants a plan, with all that finding one takes.
 
     Attributes:
-      options: the arguments of the search.
-      traced_function: the function.
       space: its space, of any memory limit; that of the options holds.
-      start_s: when the search began, by `time.perf_counter`.
       progress: called as `progress(seconds, cost, lower_bound)` while a solver runs; None for nothing.
       step_limit_s: only a plan whose step is shorter is wanted.
     """

@@ -37,7 +37,6 @@ def plan_of_best_shape(find: Find, judge: Find | None, request: PlanRequest) -> 
     Args:
       find: finds the plan of a shape; shapes are compared by it.
       judge: makes the plan of the best shape, whose search starts with what was found; None keeps what was found.
-      request: with the candidates in its options.
     """
     options = request.options
     if not options.candidates:
@@ -65,10 +64,7 @@ def least_step_s(graph: Graph, donated: Sequence[bool], hardware: Hardware, num_
     """Returns a bound on the step of every mesh: the seconds of one device with the whole step, divided by the devices.
 
     Args:
-      graph: the traced function.
       donated: for each flat argument, whether its memory may be used again.
-      hardware: of a device.
-      num_devices: of the mesh.
     """
     space = ShardingSpace(graph, ("one",), (1,), hardware, {}, tuple(donated))
     whole = [0] * len(space.problem.node_cost)

@@ -122,7 +122,6 @@ def best_step(
     Args:
       space: its problem is solved first; unless links are busier than arithmetic, that is the fastest step.
       solve: solves a problem from a start; raises `InfeasibleError` where it finds nothing within the memory limit.
-      memory_limit_bytes: of each device.
       cost: a user's objective; None for the seconds of a step.
       is_over: tells whether there is no time for another problem.
       tell: is told the cost of the best step so far and its bound, unless the first problem has them.

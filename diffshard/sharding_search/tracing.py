@@ -52,11 +52,9 @@ def lost_changes(
     """Returns the names of arguments into which a function has put other arrays that it does not return.
 
     Args:
-      structure: of the arguments.
       names: for each array of the arguments the name of its argument.
       before: the arrays that were in the arguments when the function was called.
       arguments: what the function was called with, afterwards.
-      results: the arrays that it returned.
     """
     after = structure.arrays_of(arguments)
     returned = {id(array) for array in results}
@@ -271,8 +269,6 @@ def space_of(
     """Returns the space of everything that can be chosen about a traced function, as its executor can run it.
 
     Args:
-      options: what was asked for.
-      traced_function: the function.
       specs: for each flat argument the spec that it must keep, or None; by default those that the call gives.
 
     Raises:

@@ -183,7 +183,6 @@ def memory_of_strategies(
     Unlike `memory_use` this takes time in proportion to the strategies' own usages, not to all usages.
 
     Args:
-      flat: the problem.
       strategies: `[n]` positions among all N strategies.
       weight: `[n]` what each one's memory is multiplied by; -1 takes it away.
       group: `[n]` to which of the G sums each one is added.
@@ -207,7 +206,6 @@ def memory_change(flat: Flat, strategies: np.ndarray, weight: np.ndarray) -> tup
     """Sums what a few strategies add to the memory in use, in time that does not depend on the size of the problem.
 
     Args:
-      flat: the problem.
       strategies: `[n]` positions among all N strategies.
       weight: `[n]` what each one's memory is multiplied by; -1 takes it away.
 

@@ -27,7 +27,6 @@ class NodeForm(NamedTuple):
     Attributes:
       problem: its first V nodes are those of the given problem, the others are edges.
       pairs: `[P, 2]` the two nodes of each such edge.
-      given: the problem as it was given.
     """
 
     problem: Problem

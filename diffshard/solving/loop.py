@@ -45,12 +45,8 @@ def run_solver(
     """Checks and presolves a problem, lets the solver run until it ends or is stopped, and returns the best proposal.
 
     Args:
-      problem: what to solve.
-      solver: gets the presolved problem.
       time_limit_s: wall-clock seconds, presolve included; None lets the solver end by its own rule.
       key: a JAX random key.
-      progress: called at each improvement.
-      reduce: the presolve.
       stop_gap: the relative gap at which the solver is stopped.
       start: `[V]` a choice that is offered before the solver's.
 

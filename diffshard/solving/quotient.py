@@ -27,7 +27,6 @@ class Quotient(NamedTuple):
     """A problem whose equal nodes take one strategy.
 
     Attributes:
-      problem: one node for each class.
       node_class: `[V]` the class of each node of the whole problem.
     """
 
@@ -43,7 +42,6 @@ def quotient_by_equality(problem: Problem, rounds: int = _REFINEMENT_ROUNDS) -> 
     """Returns the quotient of a problem by its classes, or None if it has more than half as many nodes.
 
     Args:
-      problem: the whole.
       rounds: of refinement; more rounds split more classes, from the ends of a repetition inwards.
     """
     node_class = classes(problem, rounds)
@@ -71,7 +69,6 @@ def merge_classes(problem: Problem, node_class: np.ndarray) -> Problem:
     """Returns the problem in which all nodes of a class take the same strategy.
 
     Args:
-      problem: the whole.
       node_class: `[V]` classes, 0 and up; nodes of one class must have equally many strategies.
     """
     sizes = num_strategies(problem)

@@ -108,13 +108,7 @@ class _Run:
     """What all stages share; mutable.
 
     Attributes:
-      problem: the whole.
-      solver: for every stage.
-      reduce: the presolve.
       key: a JAX random key.
-      deadline: of the whole search.
-      best: the best choice and bound.
-      times: at which the memory is limited.
       stop_gap: the relative gap that is small enough.
       tied_choices: the start and the tied choices that keep the limit, `[V]`, with their costs; the start first, then
         the strictest ties.
@@ -157,13 +151,9 @@ def run_in_stages(
     """Solves a problem, and prefers choices in which alike nodes take equal strategies.
 
     Args:
-      problem: what to solve.
       solver: for the tied problems and for the whole.
       alike: `[V]` numbers, equal for alike nodes, which have equally many strategies.
-      time_limit_s: as in `diffshard.solve`, like the following.
       key: a JAX random key.
-      progress: called at each improvement.
-      reduce: the presolve.
       start: `[V]` a choice to begin with.
       stop_gap: the relative gap at which the search ends.
 

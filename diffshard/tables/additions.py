@@ -63,7 +63,6 @@ def norms(table: Additions, loads: np.ndarray, squarings: int) -> np.ndarray:
     """Computes the 2^squarings-norms of both loads with each strategy of a table, `[S, 2, C]`.
 
     Args:
-      table: that is on no device yet.
       loads: of forward lookups and of the rest, `[2, D, C]`.
       squarings: at least 1.
     """
@@ -84,7 +83,6 @@ def longest(table: Additions, needed: np.ndarray) -> np.ndarray:
     """Computes the bytes of arrays as long as on the fullest device, with each strategy of a table, `[S, O, C]`.
 
     Args:
-      table: that is on no device yet.
       needed: bytes that each device needs in each array without it, `[O, D, C]`.
     """
     after = needed.swapaxes(0, 1).take(table.device, 0)

@@ -136,7 +136,6 @@ def pooling_weights(ids: jax.Array, weights: jax.Array | None, num_rows: int, po
     Args:
       ids: `[B, P]` integers.
       weights: `[B, P]`, or None for ones.
-      num_rows: of the table.
       pooling: "sum", or "mean", which divides by the sum of the weights of each example.
     """
     ones = jnp.ones(ids.shape, jnp.float32)
@@ -181,8 +180,6 @@ def adagrad_changes(
       state: s of these rows, `[n]` float32.
       sums: their gradients g, `[n, C]`.
       squares: the mean of g² over the columns of the whole table, `[n]`.
-      rate: the learning rate.
-      epsilon: against division by zero.
     """
     state = state + squares
     return (rate / (jnp.sqrt(state) + epsilon))[:, None] * sums, state

@@ -128,7 +128,6 @@ def largest_table_bound_s(kinds: Kinds, bound_s: float) -> float:
     """Returns seconds that every placement takes at least, on alike devices; not less than `bound_s`.
 
     Args:
-      kinds: of all tables.
       bound_s: any lower bound, which tells which kinds can be in a placement near it.
     """
     mean_s = kinds.priced_s + (kinds.forward_s + kinds.rest_s).mean(0)
@@ -217,7 +216,6 @@ def _loads_by_class(kinds: Kinds, kind: int, has_piece: np.ndarray, weights: np.
 
     Args:
       kinds: whose pieces may be on any devices.
-      kind: of the largest table.
       has_piece: whether a device is of the first class, in the order of `kind`, `[D]`.
       weights: of lookups and of the rest, by class, `[2, 2]`.
     """

@@ -194,8 +194,6 @@ class Chains:
         """Adds the price of memory with each strategy of a table, which is on no device, to energies `[C, S_t]`.
 
         Args:
-          energy: is changed.
-          t: the table.
           longest_with: returns the bytes of the table's arrays with each strategy, `[O, C, S_t]`, in some chains.
         """
         if not self._may_not_fit:

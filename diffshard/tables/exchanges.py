@@ -36,7 +36,6 @@ class Exchanges:
     """The exchanges of one device's program.
 
     Args:
-      layout: the places of the pieces.
       axes: names of the mesh's axes; the devices are numbered row-major.
     """
 
@@ -104,7 +103,6 @@ def in_columns(parts: Sequence[tuple[int, jax.Array]], num_rows: int, width: int
 
     Args:
       parts: first columns, with arrays `[num_rows, n]`.
-      num_rows: of the result.
       width: its columns; those without a part are 0.
     """
     sums: dict[tuple[int, int], jax.Array] = {}

@@ -44,7 +44,6 @@ class Slot(NamedTuple):
     """A piece and its place on its device.
 
     Attributes:
-      piece: the piece.
       offset: its first U-row in the array of its dtype; on the host its first row in the array of its group.
       state_offset: its first row in the array of the optimiser's state.
       column: its first column in the pooled rows that the device sends; pieces of the same columns share them.

@@ -166,7 +166,6 @@ def solve(
 
     Args:
       space: of tables on devices that are alike.
-      cost: of placements.
       time_limit_s: seconds after which no new cooling begins; None cools once.
       key: a JAX random key or a seed; None is seed 0.
       progress: called at each improvement, with a bound of 0.

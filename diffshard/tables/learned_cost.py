@@ -56,7 +56,6 @@ class LearnedPrediction(NamedTuple):
     """What a learned cost predicts of a placement.
 
     Attributes:
-      source: what the cost was learned from.
       forward_s: seconds of each device's lookups, `[D]`.
       rest_s: seconds of each device's exchanges and update, `[D]`.
     """

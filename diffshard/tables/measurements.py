@@ -158,7 +158,6 @@ def device_seconds(
       tables: that have a piece here, each with at most one piece of the same rows and columns.
       pieces: on this device, or on every device.
       batch_size: B.
-      device: a JAX device.
       rng: draws ids.
     """
     pieces = tuple(p if p.device == EVERY_DEVICE else p._replace(device=0) for p in pieces)

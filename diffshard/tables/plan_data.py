@@ -32,15 +32,11 @@ class TablePlanData(Certified):
     """Where embedding tables are on devices, and what that is predicted to cost.
 
     Attributes:
-      tables: as they were given.
-      devices: what they were planned for.
       pieces: which device holds which part of each table.
       mesh_axes: the mesh's axes with their sizes; devices are numbered row-major.
       lower_bound_s: no placement in the search space takes fewer seconds.
-      status: of the solver.
       search_s: seconds that planning took.
       learned: what networks predict, where `shard_tables` was given a learned cost; None where prices are by bytes.
-      history: the improvements of the solver.
       mesh: the devices, an `AbstractMesh` if they are not here; not saved.
     """
 

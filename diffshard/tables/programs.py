@@ -44,7 +44,6 @@ class LookupPrograms:
     """What each device runs to make and to look up tables, for `shard_map`.
 
     Args:
-      layout: the places of the pieces.
       axes: names of the mesh's axes; the devices are numbered row-major.
     """
 

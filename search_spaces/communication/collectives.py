@@ -72,7 +72,6 @@ def encode(x: jax.Array, precision: Precision, key: jax.Array | None = None) -> 
 
     Args:
       x: `[..., elements]` real numbers.
-      precision: of the codes.
       key: a random key, which stochastic rounding needs.
 
     Returns:
@@ -93,8 +92,6 @@ def to_codes(x: jax.Array, precision: Precision, key: jax.Array | None = None) -
 
     Args:
       x: `[..., elements]` real numbers.
-      precision: of the codes.
-      key: as for `encode`.
 
     Returns:
       `[..., blocks, codes]`, two codes of 4 bits in one; and the scales `[..., blocks]`, float32. Or `[..., elements]`

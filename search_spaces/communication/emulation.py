@@ -27,8 +27,6 @@ class WholeStep:
     """A training step on whole arrays; `CommunicationSpace` describes the arguments of its methods.
 
     Attributes:
-      device: what each device computes.
-      axes: of the mesh.
       param_specs: for each parameter how the mesh splits it, as the parameters.
       batch_specs: for each array of the batch how the mesh splits it, as the batch.
       run: `run(fn, in_specs=..., out_specs=...)` returns a function of whole arrays: `emulate` or `on_devices`.
@@ -127,7 +125,6 @@ def emulate(
 
     Args:
       fn: what every device computes, with collectives over the names of axes.
-      mesh_axes: devices along each mesh axis.
       in_specs: for each argument a `PartitionSpec`, or a pytree of them that is a prefix of the argument.
       out_specs: a `PartitionSpec` for the result, or a pytree of them that is a prefix of it.
     """

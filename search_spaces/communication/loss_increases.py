@@ -58,14 +58,10 @@ def local_loss_increases(
     """Returns this device's share of the predicted increases, for each group `[S]`.
 
     Args:
-      device: the loss with its sites.
-      params: this device's part.
-      batch: this device's part.
       validation: this device's part of the batch for forward sites and alternatives.
       step_sizes: η, as `params`.
       direction: z √η with random signs z, as `params`.
       key: a random key.
-      step: number of the training step.
     """
     branches = [min((_branches_around(device, s) for s in group.sites), key=len) for group in device.groups]
 
@@ -217,12 +213,10 @@ def with_probe(
     """Returns `y`; the gradient of `probe` is scale/2 · Σ_t (g_t · e_t)² `[S]`, t over all dimensions but the last.
 
     Args:
-      y: the exact result of a site.
       errors: `[S, *y.shape]`, each strategy's result minus `y`.
       probe: `[S]`, of any value.
       axes: over which the result is copied, if it is.
       num_copies: how many devices hold the same result; their cotangents are summed, and each counts for its share.
-      scale: of the increase.
     """
 
     @jax.custom_vjp
@@ -247,12 +241,9 @@ def with_backward_probe(
     the last; tangents of copies of the backward site's result are summed.
 
     Args:
-      collective: of the forward site.
       errors: `errors(cotangent, result, others)`, `[S, *x.shape]`: each strategy's result at the backward site minus
         the exact one.
-      x: the operand of the forward site.
       probe: `[S]`, of any value.
-      others: arrays for `errors`.
     """
     backward_collective = collective.transpose()
 

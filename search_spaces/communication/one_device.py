@@ -36,9 +36,6 @@ class OneDeviceCheck:
     """The loss of many devices, and what it is compared with.
 
     Attributes:
-      loss_fn: this device's loss.
-      one_device_loss: see `CommunicationSpace`.
-      mesh_axes: devices along each mesh axis.
       param_specs: for each parameter how the mesh splits it, as the parameters.
       batch_specs: for each array of the batch how the mesh splits it, as the batch.
       epsilon: the rounding of a number, in the shortest floating-point format that the loss computes in.

@@ -26,10 +26,6 @@ class TracedLoss:
     """A loss as every device computes it.
 
     Attributes:
-      jaxpr: of the flat parameters and batch.
-      structure: the pytree structure of `(params, batch)`.
-      places: where strategies can be chosen.
-      notes: on collectives that cannot be places.
       param_specs: for each parameter leaf how the mesh splits it.
       batch_specs: for each array of the batch how the mesh splits it.
       param_names: the path of each parameter leaf.

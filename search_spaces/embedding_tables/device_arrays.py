@@ -110,7 +110,6 @@ def device_arrays(
     Args:
       tables: T.
       strategies: of each table; the rows that a strategy has on hosts are of one width.
-      prices: of these strategies.
       devices: D.
     """
     index: dict[tuple[str | int, ...], int] = {("state",): 0}

@@ -22,12 +22,7 @@ from search_spaces.sharding.whole_operations import runs_whole
 
 
 class Split(NamedTuple):
-    """How a value is split among micro-batches.
-
-    Attributes:
-      dim: the dimension.
-      run: how many neighbouring elements of it each example has.
-    """
+    """How a value is split among micro-batches."""
 
     dim: int
     run: int = 1
@@ -107,7 +102,6 @@ class BatchFlow:
     """How a batch flows through a graph.
 
     Attributes:
-      states: of each value, by id.
       strategies: for each vertex how it runs in a micro-batch; axis 0 stands for the micro-batches.
       masked: of an operation, by index, the operands that are whole, but added to parts of sums: only the first
         micro-batch counts them. Operand 0 of a loop's carry is its first value, operand 1 the next one.
@@ -280,10 +274,7 @@ def _cross_in_parts(vertex: Vertex, spec: IndexedSpec, run: int, flow: BatchFlow
     """Lets only parts into a scan slice by slice, or out of it as a stack, such as masks for its backward pass.
 
     Args:
-      vertex: a slice or a stack.
-      spec: how its result is read.
       run: how many neighbouring elements each example has along the dimension that is split.
-      flow: of the batch.
     """
     dim, (operand,) = spec.index((0,)), vertex.operands
     outer = dim + 1 if vertex.kind == "slice" else dim - 1

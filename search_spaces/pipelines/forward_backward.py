@@ -35,7 +35,6 @@ def places(jaxpr: core.Jaxpr, parameters: Collection[core.Var]) -> list[Place]:
     """Returns for each equation of a program where it belongs.
 
     Args:
-      jaxpr: of one micro-batch.
       parameters: the inputs with respect to which it may have been differentiated: all floats but the batch.
     """
     of_parameters: set[core.Var] = set(parameters)

@@ -22,12 +22,7 @@ from search_spaces.replay import bind, context_of, scan_again, scan_operands
 
 
 def recomputed_stage(residuals: StageResiduals, choice: RematChoice) -> StagedStep:
-    """Returns a step whose stage keeps what a choice says, and makes the other residuals again.
-
-    Args:
-      residuals: of the stage.
-      choice: which of its steps run again.
-    """
+    """Returns a step whose stage keeps what a choice says, and makes the other residuals again."""
     return _Recomputation(residuals, choice).staged_step()
 
 

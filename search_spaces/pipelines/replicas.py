@@ -62,9 +62,6 @@ def replicated_step(replicas: Sequence[StagedStep], microbatches: Sequence[int])
     Args:
       replicas: `[R]`, the same step with the same cuts; they may differ in what they copy when a step begins.
       microbatches: `[R]`, how many each of them takes.
-
-    Raises:
-      ValueError: a replica takes no micro-batch, or all together do not take those of the step.
     """
     main, size = replicas[0], replicas[0].num_stages
     if len(microbatches) != len(replicas) or min(microbatches) < 1 or sum(microbatches) != main.num_microbatches:
@@ -114,13 +111,7 @@ def replicated_step(replicas: Sequence[StagedStep], microbatches: Sequence[int])
 
 
 def replica_specs(specs: Mapping[Key, Any], staged: StagedStep, replica: int) -> dict[Key, Any]:
-    """Returns the specs of a stage of a replica by the names that its arrays have in the joined step.
-
-    Args:
-      specs: by the names of the replica's own step.
-      staged: that step.
-      replica: its number.
-    """
+    """Returns the specs of a stage of a replica by the names that its arrays have in the joined step."""
     combined = _combined_sums(staged)
     own = _own_names(staged if replica == 0 else replica_part(staged), combined, replica)
     of_parts = {key for key, (_, a) in combined.items() if isinstance(a.state, Split)}  # of other sizes in a replica

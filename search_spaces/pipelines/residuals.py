@@ -73,17 +73,12 @@ class StageResiduals(Choices):
     Bytes are those of whole arrays of one micro-batch.
 
     Args:
-      staged: a step in stages.
       stage: which one; it has a forward and a backward program.
-      step_s: about how long an operation takes.
 
     Attributes:
-      forward, backward: the stage's programs.
       residuals: by a variable that the backward program reads the variable of the forward program.
       read_in_trips: of these variables those that stand for values of an opened scan.
       scans: the opened scans, by their index in the forward program.
-      values: of the network, by their number.
-      all_steps: of the network, by their number.
     """
 
     def __init__(self, staged: StagedStep, stage: int, step_s: StepSeconds):
@@ -215,11 +210,7 @@ def can_be_offloaded(staged: StagedStep, key: Key) -> bool:
 
 
 def with_offloaded(staged: StagedStep, keys: Iterable[Key]) -> StagedStep:
-    """Returns a step whose residuals with these keys are offloaded, and no others.
-
-    Raises:
-      ValueError: a key is no residual of any stage, or a single number or a random key.
-    """
+    """Returns a step whose residuals with these keys are offloaded, and no others."""
     offloaded = frozenset(keys)
     residuals = {key for stage in range(staged.num_stages) for key in residuals_of(staged, stage)}
     for key in offloaded:

@@ -36,7 +36,6 @@ class Label(NamedTuple):
     """Which program an equation belongs to.
 
     Attributes:
-      kind: of the program.
       stage: from 0.
       phase: of "finish": how often results went from stage to stage before; else 0.
     """
@@ -47,13 +46,7 @@ class Label(NamedTuple):
 
 
 class Accumulation(NamedTuple):
-    """What the micro-batches of a stage make together.
-
-    Attributes:
-      total: the key of the result.
-      part: the key of what one micro-batch makes.
-      state: how the parts are put together.
-    """
+    """What the micro-batches of a stage make together."""
 
     total: Key
     part: Key
@@ -65,8 +58,6 @@ class StageEquation:
     """An equation with the keys that it reads and makes.
 
     Attributes:
-      equation: as traced.
-      part: of the step.
       reads, makes: keys; literals are missing.
       label: the program that it belongs to; None where every reader has its own.
     """
@@ -85,14 +76,12 @@ class LabelledStep:
     """A step whose equations have labels.
 
     Args:
-      parts: the step, in micro-batches.
       cuts: indices of equations of `parts.each`; with each of them a stage begins.
 
     Attributes:
       num_stages: S.
       equations: all of them, in order.
       maker: the equation that makes an array, by key.
-      avals: the type of each array.
       constants: arrays that the step closes over, and numbers.
       sums: what micro-batches make together, with the program that does, by the key of the total.
       outputs: for each flat result its key, or a literal.

@@ -28,7 +28,6 @@ class StageProgram:
     """A program of a stage.
 
     Attributes:
-      label: which one.
       program: a function of the arrays that it reads.
       reads: their keys.
       makes: the keys of its results.
@@ -94,7 +93,6 @@ def staged_step(
     """Cuts a step into stages.
 
     Args:
-      parts: the step, in micro-batches.
       cuts: indices of equations of `parts.each`; with each of them a stage begins.
       copied: stages with arguments that their micro-batches read from a copy, such as one that is gathered once.
       layers: the same step, cut at more places; every equation then has the scope `layer_scope` of its part there.

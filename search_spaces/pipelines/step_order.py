@@ -11,13 +11,7 @@ Step = Vertex | Region
 
 @dataclass(frozen=True)
 class StepOrder:
-    """The steps of a function that runs in micro-batches.
-
-    Attributes:
-      before: run once, before all micro-batches.
-      each: run for each micro-batch.
-      after: run once, with the sums over all micro-batches.
-    """
+    """The steps of a function that runs in micro-batches."""
 
     before: tuple[Step, ...]
     each: tuple[Step, ...]

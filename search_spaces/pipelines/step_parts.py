@@ -40,11 +40,9 @@ class StepParts:
 
     Attributes:
       before: runs once; reads arguments. Of a batch it makes `[M, B / M, ...]`, under the id of the batch.
-      each: runs once for each micro-batch.
       after: runs once; reads arguments, what `before` made, and what micro-batches made together. Its results are in
         `outputs`.
       inputs: the ids of the flat arguments.
-      batch: those of `inputs` that micro-batches divide.
       states: how the results of the micro-batches are put together, by id: a sum, a maximum or a minimum, examples
         along a dimension, or "whole", the same in all.
       outputs: the flat results: ids, or literals.
@@ -74,7 +72,6 @@ def step_parts(function: MicrobatchedFunction, feedback: Sequence[int | None] | 
     """Traces a function that runs in micro-batches as three programs.
 
     Args:
-      function: the step in micro-batches.
       feedback: for each flat result the position of the flat argument that it replaces in the next step, or None; by
         default that of its graph.
     """

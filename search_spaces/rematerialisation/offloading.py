@@ -43,7 +43,6 @@ class HostLink(NamedTuple):
     """The way to the host's memory.
 
     Attributes:
-      s_per_byte: of a copy in either direction.
       exposed_share: the part of a copy's seconds that a step waits for, although kernels run beside it.
     """
 
@@ -65,10 +64,6 @@ def offloading(
     """Returns a choice with some of what it keeps offloaded; None if the link is too slow for anything.
 
     Args:
-      network: what arrays take.
-      passes: the function's forward and backward passes.
-      candidate: the choice.
-      link: to the host's memory.
       share: the part of a forward pass's seconds in which the link may copy, up to 1.
     """
     offloads: list[Offload] = []

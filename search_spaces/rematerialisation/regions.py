@@ -48,7 +48,6 @@ class ScanCopies:
     """What a pair of scans hands over.
 
     Attributes:
-      pair: the scans.
       saved: values of the forward body that are stacked for the regions.
       read: values that regions read and the backward body has anyway: by their ids those of its slices.
       pieces: slices of the forward scan that the backward one needs, too.
@@ -80,7 +79,6 @@ def regions_of(
     """Divides the steps that run again into regions between which only kept values go.
 
     Args:
-      passes: the forward and the backward pass.
       steps: those that run again, in order.
       maker: which of them makes a value, by the value's id.
       demanded: for each of these values that the backward pass reads, by id, the position of its first reader.

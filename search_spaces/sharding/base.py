@@ -43,7 +43,6 @@ class ReshardStep(NamedTuple):
       axis: the mesh axis; for a permute the slowest of those that change places.
       fraction: the size of the collective along its axis in one group of devices (see `cost.collectives`), as a
         fraction of the whole array's bytes.
-      spec: the sharding after the step.
     """
 
     kind: CollectiveKind | Literal["slice"]
@@ -85,10 +84,8 @@ class Rule:
 
     Attributes:
       operands: for each operand (literals and scalars included), for each dimension, its factors.
-      results: the same for each result.
       sizes: `[F]`, the size of each factor.
       reduction: factors whose sharding leaves partial results (on all results that lack the factor).
-      need_replication: factors that must not be sharded.
       permutation: factors whose sharding moves data between neighbours (slice, pad, spatial convolution).
       blocked_propagation: factors along which Shardy does not propagate shardings.
       reduction_is_sum: whether the reduction adds, so that partial results may be reduce-scattered.
@@ -172,8 +169,6 @@ class Edge(NamedTuple):
     Attributes:
       node, result: the producing node and which of its results the value is.
       reader, operand: the reading node and which of its operands the value is.
-      value: the array.
-      weight: how often a step moves it.
     """
 
     node: int

@@ -51,7 +51,6 @@ def coded_sum(path: Paths, value: Value, steps: Sequence[ReshardStep], format_na
 
     Args:
       path: of the mesh; has its rates.
-      value: the array as a whole.
       steps: how the sums are finished exactly, over the fast links first.
       format_name: one of `codes.SUMS`.
     """
@@ -168,8 +167,6 @@ def sum_in_parts(
 
     Args:
       vertex: an operation with one result, whose sums can be sent in codes (`codes.sums_in`).
-      rule: of the operation.
-      operands: whole arrays.
       num_parts: devices that share the reduction; as many as its dimension divides, if these are fewer.
       precision: of the codes.
       residuals: of the parts, `[parts, elements]` as `part_residuals` makes them; None for no error feedback.

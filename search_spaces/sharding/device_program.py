@@ -44,11 +44,9 @@ class DeviceProgram:
     """A graph with a layout on a mesh, as a function of flat arguments; called like `execution.Execution`.
 
     Args:
-      graph: the traced function.
       layout: for every vertex its strategy, for every value the spec in which its readers receive it.
       mesh: the mesh; an abstract one can be lowered for, not run on.
       path: the steps between two specs: those that were priced.
-      schedule: when collectives start and end.
       late: what is kept as codes for the backward pass.
     """
 

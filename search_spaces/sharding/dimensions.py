@@ -26,7 +26,6 @@ def kinds_of_dimensions(graph: Graph, rules: Sequence[Rule | None]) -> list[tupl
     gathered for each use, over the same ones.
 
     Args:
-      graph: the traced function.
       rules: for each vertex its rule or None.
     """
     parent: dict[Dimension, Dimension] = {(v.id, d): (v.id, d) for v in graph.values for d in range(len(v.shape))}
@@ -117,8 +116,6 @@ def interchangeable_axes(sizes: tuple[int, ...], rates: Sequence[Rates], fixed_a
     edge entries; on (2, 2, 2, 2) with one slow axis those of MLPs stay with 1.7 instead of 5.6 million.
 
     Args:
-      sizes: devices along each axis.
-      rates: what collectives cost on each axis.
       fixed_axes: axes that the user or the function has given a meaning; they are like no other.
     """
     slowness = [rate.s_per_byte("all_gather") for rate in rates]

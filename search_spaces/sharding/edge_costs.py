@@ -31,7 +31,6 @@ def edges_of(graph: Graph, hub_node: Mapping[int, int]) -> list[Edge]:
     """Returns every way of a value from one node to another, or to itself.
 
     Args:
-      graph: the traced function.
       hub_node: the index of the node of a value's hub, by the value's id.
     """
     readers = readers_of(graph)

@@ -51,7 +51,6 @@ class Execution:
     """A graph with a layout on a mesh, as a function of flat arguments.
 
     Args:
-      graph: the traced function.
       layout: for every vertex its strategy, for every value the spec in which its readers receive it.
       mesh: the mesh; an abstract one can be lowered for, not run on.
       path: the steps between two specs: those that were priced.

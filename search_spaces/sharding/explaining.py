@@ -29,7 +29,6 @@ class Transfer(NamedTuple):
     Attributes:
       kind, axis: the kind of the collective and the mesh axis along which it goes.
       num_bytes: the full size along the axis in one group of devices (see `cost.collectives`).
-      count: executions in one step.
       seconds: that the step waits for all of them.
       link_s: that all of them keep their link busy.
       vertex: the index of the vertex that it belongs to.
@@ -110,12 +109,6 @@ def predict(
     """Returns what each part of a choice costs.
 
     Args:
-      graph: the traced function.
-      nodes: of the space.
-      edges: of the space.
-      costs: of its nodes.
-      axis_names: of the mesh.
-      layout: the decoded choice.
       choice: `[V]` strategy indices.
     """
     strategies = list(zip(graph.vertices, layout.strategies, strict=True))

@@ -58,12 +58,10 @@ class Fusion:
     """Divides the vertices of a graph among kernels.
 
     Args:
-      graph: the traced function.
       rules: for each vertex its rule or None.
       group_of: what is known of kernels that are merged: the group of each, by kernel.
 
     Attributes:
-      consumers: as `Graph.consumers`.
       is_written: `[values]` booleans, by value id, whether the value exists in memory.
       is_fusible: for each vertex whether it can be computed inside its readers.
       kernels_with: for each vertex the kernels that compute it.

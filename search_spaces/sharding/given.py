@@ -141,9 +141,6 @@ def given_dimensions(
 
     Args:
       specs: for each array the spec that is given, or None.
-      arrays: the flat arguments.
-      paths: for each array its name.
-      mesh: the mesh.
 
     Raises:
       ValueError: a spec does not fit its array.

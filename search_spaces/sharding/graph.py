@@ -62,9 +62,7 @@ class Vertex:
       kind: "operation" for an equation; "input" and "constant" for arrays that come in; "carry", "slice", "stack"
         for what a loop carries, reads and writes at each trip; "join" for the result of a branch.
       equation: the jaxpr's equation of an operation, else the region's equation or None.
-      operands: values and literals that it reads.
       operand_weight: for each operand, how often a step moves it.
-      results: values that it makes.
       weight: executions in one call of the function (the product of the trip counts around it).
       position: its index in program order.
       name: the path of an argument, the number of a constant; empty for all others.
@@ -110,7 +108,6 @@ class Region:
     """An equation that runs blocks: a scan, a while loop, a branch, a rematerialised region.
 
     Attributes:
-      equation: the equation as traced.
       operands: what it reads, in the equation's order.
       blocks: scan and remat (body,), while (condition, body), cond one for each branch.
       results: the values outside that its outvars are.
@@ -144,13 +141,8 @@ class Graph:
 
     Attributes:
       vertices: all that strategies are chosen for, in the order in which tracing meets them.
-      values: all arrays.
-      inputs: one vertex for each flat argument.
       constants: vertices of captured arrays, with their arrays in `constant_arrays`.
-      block: the program as it runs.
-      outputs: the flat results.
       feedback: for each flat result the index of the flat argument that it replaces in the next call, or None.
-      length: number of positions in program order.
       notes: what a user should know about the trace (loops of unknown length, say).
       stored_until: values, by id, that go from one program to another, and so are in memory whoever reads them, with
         the position of the operation up to which they are.
@@ -212,7 +204,6 @@ def follows_contraction(graph: Graph, carried: Collection[int] = ()) -> np.ndarr
     """Returns for each vertex whether it is a contraction or depends on one, `[vertices]`.
 
     Args:
-      graph: the traced function.
       carried: indices of carries that also depend on what the trip before has made.
     """
     follows, count = np.zeros(len(graph.vertices), bool), -1
@@ -230,7 +221,6 @@ def leads_to_contraction(graph: Graph, carried: Collection[int] = ()) -> np.ndar
     """Returns for each vertex whether a contraction depends on it, `[vertices]`.
 
     Args:
-      graph: the traced function.
       carried: indices of carries on which a contraction of the next trip depends.
     """
     consumers = graph.consumers()

@@ -51,12 +51,9 @@ class GraphInterpreter:
     """An interpreter of a graph with a layout, on an executor's arrays.
 
     Args:
-      graph: the traced function.
       layout: for every vertex its strategy, for every value the spec in which its readers receive it.
       path: the steps between two specs: those that were priced.
-      arrays: what the executor does with arrays.
       schedule: where the program pauses; without pauses the compiler orders it.
-      flow: what runs barriers, loops and branches.
       encode: what rounds an operand before it is moved; needed where the layout has products in float8.
       keeping: how values are kept as codes, where the layout has any.
     """

@@ -19,7 +19,6 @@ class LateReads(NamedTuple):
     """What a program reads of its forward pass when that is over.
 
     Attributes:
-      vertices: the operations after the forward pass.
       kept: ids of values that they read as codes, with the format.
       again: ids of values that they compute again, because they depend on those.
     """

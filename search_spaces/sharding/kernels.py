@@ -68,7 +68,6 @@ def kernels_of(graph: Graph, rules: Sequence[Rule | None], donated: Sequence[boo
     second one knows what the first one merged.
 
     Args:
-      graph: the traced function.
       rules: for each vertex its rule or None.
       donated: for each flat argument whether its memory may be used again.
     """
@@ -240,8 +239,6 @@ def copies_of(vertex: Vertex, graph: Graph, is_written: np.ndarray) -> list[floa
     which the place of each maximum is written and read, one index for each dimension (`SelectAndScatterExpander`).
 
     Args:
-      vertex: of any kind.
-      graph: the traced function.
       is_written: for each value, by id, whether it exists in memory.
     """
     copies = [0.0] * len(vertex.operands)

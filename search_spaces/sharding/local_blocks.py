@@ -59,9 +59,6 @@ class Blocks:
         """Returns where elements of this block lie along a whole dimension that is split over some axes.
 
         Args:
-          axes: that split it.
-          size: of the block's dimension.
-          local: integers, positions in the block.
           run: for blocks that are not contiguous (see `pipelines.microbatches`); it makes no difference here.
         """
         del run
@@ -90,8 +87,6 @@ class Blocks:
         would leave the parts in another order than the spec has.
 
         Args:
-          block: of partial results.
-          unreduced: the spec of the partial results.
           steps: reductions ("all_reduce", "reduce_scatter"), those of one kind next to each other.
           combine: a key of `REDUCERS`; scattered results are always sums.
         """

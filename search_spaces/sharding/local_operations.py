@@ -64,9 +64,6 @@ class LocalCall(NamedTuple):
     """An operation on one device.
 
     Attributes:
-      vertex: the operation.
-      strategy: how its arrays are split.
-      blocks: the device's view of the mesh.
       run: how many elements of a split dimension belong together, for blocks that are not contiguous.
     """
 

@@ -24,9 +24,7 @@ def groups_of_block(
 
     Args:
       operands: both arrays of rows, and the sizes of all groups, [G].
-      numbers: of the contraction.
       position: which part of the groups, from 0.
-      num_groups: how many groups a part has.
     """
     lhs, rhs, sizes = operands
     start = position * num_groups

@@ -19,8 +19,6 @@ def bits_of_block(
 
     Args:
       key: random keys of threefry; an array of keys has the leading dimensions of the block.
-      whole_shape: of the array.
-      shape: of the block.
       positions: for each dimension where the block's elements lie along the whole one, `[shape[d]]` uint32.
       bit_width: 8, 16, 32 or 64.
     """

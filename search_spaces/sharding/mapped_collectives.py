@@ -40,8 +40,6 @@ class MappedCollectives:
     """Reads collectives from the bodies of `shard_map`s.
 
     Args:
-      axis_names: of the mesh.
-      axis_sizes: devices along each mesh axis.
       permute_s: seconds in which one device sends bytes to another one along an axis `(axis, bytes)`. A permute over
         several axes counts on the slowest of those that its pairs of devices cross.
     """

@@ -39,7 +39,6 @@ class Residual(NamedTuple):
     """An array of the forward pass that is read after it.
 
     Attributes:
-      value: the array.
       last_forward: the position of the last operation of the forward pass that reads it, by itself or through others.
       first_late: that of the first one after it.
     """
@@ -53,7 +52,6 @@ def lifetimes_of(graph: Graph, rules: Sequence[Rule | None], donated: Sequence[b
     """Returns which values are written and when they live.
 
     Args:
-      graph: the traced function.
       rules: for each vertex its rule or None.
       donated: for each flat argument whether its memory may be used again.
     """
@@ -143,11 +141,7 @@ def usages_of(
     and what was there before it, until the window after the product has ended.
 
     Args:
-      graph: the traced function.
-      nodes: of the space.
       hub_node: the index of the node of a value's hub, by the value's id.
-      lifetimes: of the values.
-      axis_sizes: devices along each mesh axis.
       held: from when gathered weights are held, and until when gradients that are not reduced yet.
       residuals: of values that may be kept as codes for the backward pass, by their ids. A value that is has its codes
         for its whole life, and its numbers until the forward pass has read them, and while the backward pass does.
@@ -226,7 +220,6 @@ def share_memory(graph: Graph, is_written: np.ndarray, interval: np.ndarray, las
     A compiler runs a scan with one trip as straight code, where they are the arrays outside in another shape.
 
     Args:
-      graph: the traced function.
       is_written: as in `memory.Lifetimes`; it is changed, as are the others.
       interval: as there, but with inputs at -1.
       last_read: positions of the operations that read values last.
@@ -256,9 +249,7 @@ class HeldArray(NamedTuple):
     """An array in memory.
 
     Attributes:
-      value: its id.
       is_copy: whether it is the gathered copy of a value that is stored as well.
-      num_bytes: on each device.
     """
 
     value: int

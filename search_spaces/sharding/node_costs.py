@@ -49,8 +49,6 @@ class NodeCosts:
 
     Args:
       axis_sizes: `[A]` devices along each mesh axis.
-      hardware: what computing costs.
-      reshard_costs: what collectives cost.
       shares: which parts of a collective's latency and time count for a value.
       kernels: what is read from memory and written to it.
       format_price_s: the products that may run in formats, and what that costs, seconds.
@@ -85,7 +83,6 @@ class NodeCosts:
         """Returns the node costs, computed once for all nodes that agree in what they depend on.
 
         Args:
-          nodes: of the space.
           forms: a number for each vertex, equal for those that compute the same.
         """
         cost_of_key: dict[Hashable, np.ndarray] = {}

@@ -42,11 +42,8 @@ def nodes_of(
     gathered copy (arguments, what a loop's body reads) need none.
 
     Args:
-      graph: the traced function.
       rules: for each vertex its rule or None.
-      forms: of the vertices (see `forms.forms_of`).
       given: specs that inputs must keep, by flat argument.
-      reshard_costs: of the mesh.
       as_program: whether operations are split only in ways that have a form on one device's part; without it, only in
         ways that XLA's partitioner computes rightly.
       axes_to_split: mesh axes over which inputs have to be split, by flat argument; those that no spec splits over all
@@ -93,10 +90,8 @@ def with_formats(
 
     Args:
       nodes: of a space in which nothing is in fewer bits.
-      formats_of: those of products, by their vertices.
       codes: what else may be in fewer bits.
       hub_of: the nodes of the hubs of kept results, by the vertices that make them.
-      axis_sizes: devices along each mesh axis.
     """
     sent_of: dict[int, list[str]] = {}
     kept_of: dict[int, list[str]] = {}
@@ -137,13 +132,9 @@ class _StrategiesOnMesh:
     """The strategies of vertices on a mesh.
 
     Attributes:
-      axis_names: the mesh's.
-      axes: the mesh's.
-      path: the steps between two specs.
       kinds: for each value, by id, the kind of each dimension (see `dimensions.kinds_of_dimensions`); empty where no
         axes are alike.
       new_results: values, by id, that are results of the function and replace no argument; JAX refuses uneven ones.
-      as_program: as for `nodes_of`.
     """
 
     axis_names: tuple[str, ...]
@@ -164,7 +155,6 @@ class _StrategiesOnMesh:
         """Returns what a vertex may choose from.
 
         Args:
-          vertex: of the graph.
           rule: of its operation; None replicates.
           given: what the user fixed of an input.
           is_copied: whether the array that the vertex holds has several readers, so that a gathered copy may be kept.

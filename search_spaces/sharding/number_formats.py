@@ -38,7 +38,6 @@ class Codes(NamedTuple):
     """A block of an array that is rounded.
 
     Attributes:
-      codes: the block.
       scale: by which its numbers have to be multiplied: float32, a number or with 1 in place of each contracted
         dimension; of blocks float8_e8m0fnu, which has powers of 2, with one for each block of the last one.
     """
@@ -51,10 +50,6 @@ def rounded(array: Any, vertex: Vertex, position: int, to: ProductFormat, axes: 
     """Returns an operand of a product in a format.
 
     Args:
-      array: a block.
-      vertex: the product.
-      position: of the operand.
-      to: the format.
       axes: names of the mesh axes that split what shares a scale.
     """
     dims, dtype = contracted(vertex, position), to.dtypes(vertex)[position]
@@ -127,7 +122,6 @@ class MixedProducts:
     were the identity (straight through), also those of what follows in the update and in later steps.
 
     Args:
-      graph: the traced function.
       layout: any layout; on one device specs mean nothing.
       row_of: by the index of a vertex, its row in the weights.
       formats: of the first columns of the weights.
@@ -217,7 +211,6 @@ class SumsInParts(NamedTuple):
 
     Attributes:
       names: of the formats, of `codes.SUMS`.
-      rules: of the vertices.
       num_devices: that share each sum.
     """
 

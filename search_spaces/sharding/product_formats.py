@@ -27,9 +27,7 @@ class ProductFormat(NamedTuple):
     """A format that the operands of a product may be rounded to.
 
     Attributes:
-      name: in plans.
       rate: the dtype at whose rate hardware multiplies such numbers.
-      dtype: of values and weights.
       cotangents: of a cotangent, in float8 with a wider range.
       scaled: what has a scale of its own: a tensor, each row of what the product contracts, or each block of a row.
       num_bytes: of one number with its part of the scales.

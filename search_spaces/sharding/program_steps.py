@@ -46,7 +46,6 @@ class StepOrigin(NamedTuple):
     Attributes:
       kind: the kind of a collective; "compute" for arithmetic, "barrier" where the program joins what must be there.
       vertex: the index of the operation, or of the one whose result a collective moves; -1 for barriers.
-      axes: the mesh axes of a collective.
     """
 
     kind: str
@@ -81,10 +80,7 @@ def program_steps(
     """Returns the steps of a layout's program on one device.
 
     Args:
-      graph: the traced function.
-      layout: for every vertex its strategy.
       costs: seconds of arithmetic and collectives.
-      schedule: where the program pauses.
       late: what is kept as codes for the backward pass.
     """
     recorder = _Recorder(graph, layout, costs)

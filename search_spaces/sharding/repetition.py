@@ -28,8 +28,6 @@ def alike_nodes(graph: Graph, forms: Sequence[int], nodes: Sequence[Node], hub_n
     Nodes of equal numbers have the same strategies.
 
     Args:
-      graph: the traced function.
-      forms: of the vertices (see `forms.forms_of`).
       nodes: of the space: the vertices, then the hubs.
       hub_node: the index of the node of a value's hub, by the value's id.
     """
@@ -153,7 +151,6 @@ def forms_of(graph: Graph, rules: Sequence[Rule | None]) -> list[int]:
     rule has a form of its own.
 
     Args:
-      graph: the traced function.
       rules: for each vertex its rule or None.
     """
     numbers: dict[Hashable, int] = {}

@@ -35,8 +35,6 @@ class ReshardCosts:
     """The costs of reshards on a mesh. Matrices are cached, because the layers of a model ask for the same ones.
 
     Args:
-      axis_names: the mesh's axes.
-      axis_sizes: their numbers of devices.
       hardware: has a link for each axis of more than one device.
 
     Attributes:
@@ -75,9 +73,6 @@ class ReshardCosts:
         """Returns the transfer matrix `[sources, targets]`, seconds. Equal requests return the same array.
 
         Args:
-          sources: specs that the producer's strategies leave.
-          targets: specs that the consumer's strategies need.
-          num_bytes: of the whole array.
           latency_share: the part of the latency that is this array's own, where collectives are combined.
           weight: how often a step moves the array.
         """
@@ -98,8 +93,6 @@ class ReshardCosts:
 
         Args:
           sources: as for `reshard_s`, and so are the others.
-          targets: the specs that are needed.
-          num_bytes: of the whole array.
           latency_share: the part of the latency that is this array's own.
         """
         rows = {spec: i for i, spec in enumerate(dict.fromkeys(sources))}
@@ -149,7 +142,6 @@ class CollectiveShares:
     autoparallel's overlap model (github.com/meta-pytorch/autoparallel, pull request 353).
 
     Args:
-      graph: the traced function.
       exposed_share: the part of the seconds of collectives with time that a step waits for, from 0 to 1.
     """
 
@@ -222,7 +214,6 @@ def bytes_of_trips(graph: Graph, is_activation: np.ndarray) -> dict[int, float]:
     Loops that read none are left out, and so are the vertices that are in no other loop.
 
     Args:
-      graph: the traced function.
       is_activation: for each vertex whether it depends on a contraction, as what a backward pass reads does.
     """
     num_bytes: dict[int, float] = {}

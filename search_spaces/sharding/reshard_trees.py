@@ -35,8 +35,6 @@ class Stop:
     """A spec with the steps that leave it, which are listed when they are first needed. Equal specs share a stop.
 
     Attributes:
-      spec: the spec.
-      parts: into which it splits each dimension.
       strides: for each mesh axis its dimension and the parts between two of the axis's coordinates.
       steps: single collectives other than permutes: the stop after each, its seconds for `REFERENCE_BYTES`, the move.
       permutes: the same for permutes, the fastest first.
@@ -141,8 +139,6 @@ class Tree:
     Of equally cheap paths the one of fewer steps wins.
 
     Args:
-      steps: of the mesh.
-      source: the spec.
       most: for each dimension the number that its parts have to divide.
     """
 

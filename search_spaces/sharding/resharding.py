@@ -121,7 +121,6 @@ class Message(NamedTuple):
       is_coded: whether it is rounded before it is moved.
       num_bytes: of the whole array as it is moved.
       maxima: mesh axes over which its largest magnitudes are found.
-      maxima_bytes: of these magnitudes on one device.
     """
 
     is_coded: bool
@@ -143,11 +142,9 @@ def message_of(
 
     Args:
       path: the steps between specs, with their seconds.
-      value: the array.
       source: the spec in which it is there.
       target: the spec in which the operation reads it.
       reader: the operation, where it is a product in a format.
-      position: of the value among its operands.
       name: of the format; "" for none.
     """
     if not name:

@@ -31,9 +31,7 @@ class Fetch(NamedTuple):
 
     Attributes:
       value: the array, which `chain` makes of `root`.
-      root: a stored array.
       chain: the operations from the root to the value, in order.
-      spec: of the array after all stages.
       readers: indices of the vertices that read it so.
       encoded_for: the position of the operand of the first reader, a product in float8, for which it is rounded after
         the chain; None for what is moved as it is.
@@ -61,9 +59,7 @@ class Pause:
     """What happens between two windows.
 
     Attributes:
-      values: arrays that must be there.
       arrivals: fetches whose last stage must have ended.
-      stages: stages of fetches that start.
       reductions: vertices whose partial results must be there, and are reduced now.
       operations: those on reduced results, which run now.
     """

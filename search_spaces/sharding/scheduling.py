@@ -52,8 +52,6 @@ def make_schedule(
     """Returns when the collectives of a layout start and end.
 
     Args:
-      graph: the traced function.
-      layout: for every vertex its strategy.
       path: the steps between two specs, with their rates.
       compute_s: `[vertices]` seconds of the arithmetic of one execution on one device.
       is_written: `[values]` booleans, by value id, whether the value exists in memory.

@@ -40,10 +40,7 @@ def step_quantities(
 
     Args:
       problem: of the space, whose edges the quantities have.
-      nodes: of the space.
-      edges: of the space.
       forms: a number for each vertex, equal for those that compute the same.
-      node_costs: of the space.
     """
     compute, sent = _of_nodes(nodes, forms, node_costs)
     moved = _of_edges(problem, nodes, edges, node_costs)
@@ -61,7 +58,6 @@ def step_problem(preference: Problem, quantities: Quantities) -> Problem:
 
     Args:
       preference: the problem without seconds.
-      quantities: from `step_quantities`.
     """
     counted = {COMPUTE: 1.0, HELD: 1.0, BESIDE: 0.0, WAITED: 0.0, MEMORY: 0.0}
     weights = {name: np.full(quantity.shape, counted[name]) for name, quantity in quantities.items()}

@@ -41,8 +41,6 @@ def strategies_of_rule(rule: Rule, axes: Axes, kinds: tuple[tuple[int, ...], ...
     or, where the reduction is a sum, scattered into a dimension of the result.
 
     Args:
-      rule: the operation's rule.
-      axes: of the mesh.
       kinds: of the dimensions of each operand and result, where axes are alike.
     """
     closed_factors = rule.need_replication | rule.permutation | rule.blocked_propagation

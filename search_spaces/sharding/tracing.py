@@ -253,7 +253,6 @@ def feedback_of(
 
     Args:
       outputs: the function's result as a pytree of things with a shape and a dtype.
-      arguments: its arguments, likewise.
       flatten: returns the things of a pytree, and what two pytrees must have in common beside them.
     """
 
@@ -285,9 +284,7 @@ def build_graph(jaxpr: core.ClosedJaxpr, feedback: Sequence[int | None], names: 
     """Makes the graph of a traced function.
 
     Args:
-      jaxpr: the function's closed jaxpr.
       feedback: for each flat result the flat argument that it replaces (see `feedback_of`), or None.
-      names: a name for each flat argument.
     """
     builder = _Builder()
     inputs = []

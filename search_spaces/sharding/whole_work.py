@@ -37,7 +37,6 @@ class UnevenDimension(NamedTuple):
     """A dimension that mesh axes do not divide.
 
     Attributes:
-      size: of the dimension.
       parts: the number of devices that should divide it.
       axes: the mesh axes along which these are.
       inputs: the flat arguments that have it, each with the dimension's position; empty where none has it.
@@ -53,7 +52,6 @@ class WholeWork(NamedTuple):
     """Operations that several devices run alike for one reason.
 
     Attributes:
-      vertices: their indices.
       seconds: of one step's predicted computing that splitting them would save.
       uneven: the dimension; None where the operations have no sharding rule, or one that splits nothing.
     """
@@ -67,11 +65,7 @@ class _Factor(NamedTuple):
     """A factor of an operation's rule that may be split, at the largest dimension that begins with it.
 
     Attributes:
-      number: in the rule.
       array: which of the operation's operands and results has the dimension.
-      dim: its position.
-      size: of the dimension.
-      kind: of the dimension, see `dimensions.kinds_of_dimensions`.
     """
 
     number: int
@@ -103,11 +97,8 @@ def whole_work(
     What takes less than a hundredth of the step's computing is left out.
 
     Args:
-      graph: the traced function.
       rules: for each vertex its rule or None.
       nodes: for each vertex what it can choose from.
-      strategies: for each vertex what it runs.
-      node_costs: of the mesh.
       loaded: flat arguments with examples, which come with each call.
     """
     choice = _Choice(graph, rules, nodes, strategies, node_costs, frozenset(loaded))
@@ -282,10 +273,7 @@ def notes_of(
     """Returns the notes of a trace, then one for each kind of operation that runs whole or refuses some parts.
 
     Args:
-      graph: the traced function.
       rules: for each vertex its rule or None.
-      axis_names: of the mesh.
-      axis_sizes: devices along each axis.
       as_program: whether operations are split only in ways that have a form on one device's part.
     """
     without_rule = [

@@ -40,13 +40,11 @@ class Windows:
     """A line cut after contractions that others depend on.
 
     Args:
-      line: the steps.
       compute_s: `[vertices]` seconds of each vertex.
       is_needed: `[vertices]` whether a contraction depends on a vertex.
       least_s: seconds of contractions in a window, at least.
 
     Attributes:
-      line: the steps.
       start: `[windows]` the place in the line at which each window starts.
       seconds: `[windows]` of each one's contractions.
       of_place: `[len(line)]` the window of each place.
@@ -77,10 +75,8 @@ def windows_around(graph: Graph, compute_s: np.ndarray, least_s: float, num_afte
     so do those that are no part of a line.
 
     Args:
-      graph: the traced function.
       compute_s: `[vertices]` seconds of each vertex.
       least_s: seconds of contractions in a window, at least.
-      num_after: how many windows after.
     """
     around = np.array([[vertex.position] * 2 for vertex in graph.vertices], np.int64).reshape(-1, 2)
     is_needed = leads_to_contraction(graph)

@@ -15,11 +15,7 @@ _MOST_STRATEGIES = 2**31  # of a node: more than any space can list
 
 
 def check_bilevel_plan(plan: BilevelPlanData) -> None:
-    """Checks that the fields of a plan fit each other; that they have the right types is known.
-
-    Raises:
-      ValueError: names the field, the rule and the value.
-    """
+    """Checks that the fields of a plan fit each other; that they have the right types is known."""
     if not plan.nodes:
         raise ValueError("it has no `nodes`")
     _check_choice("", plan.choice, len(plan.nodes))

@@ -92,9 +92,7 @@ class Outcome(NamedTuple):
     """The end of a search.
 
     Attributes:
-      state: the last one.
       relaxed_choice: its relaxed choice, V arrays `[S_v]`.
-      objective: how loss and cost are weighed.
       batch_shapes: shapes of batches that the search was made with, if any are known.
     """
 
@@ -111,13 +109,7 @@ def mean_prediction(state: BilevelState, exact: Choice) -> LossPrediction:
 
 
 def proposed_plan(space: LossySpace, exact: Choice, outcome: Outcome) -> BilevelPlan:
-    """Returns the plan that a search stands for, without training any candidate.
-
-    Args:
-      space: strategies that change the loss.
-      exact: the exact choice.
-      outcome: of the search.
-    """
+    """Returns the plan that a search stands for, without training any candidate."""
     state, problem, limit, note = outcome.state, space.problem, outcome.objective.limit, ""
     increases = {exact: 0.0}
     if int(state.step):
@@ -140,9 +132,7 @@ def proved_plan(space: LossySpace, exact_seconds: float, proof: Proof, limit: fl
     """Returns the plan of the candidate that won a proof.
 
     Args:
-      space: strategies that change the loss.
       exact_seconds: of a step with the exact choice.
-      proof: the table of candidates.
       limit: the bound on the increase of the loss, or None.
     """
     winner = proof.winner
@@ -159,10 +149,7 @@ def lossy_plan(space: LossySpace, rounded_choice: RoundedChoice, limit: float | 
     """Returns the plan of a choice in a space whose strategies change the loss.
 
     Args:
-      space: explains the choice.
-      rounded_choice: the choice.
       limit: the bound on the increase of the loss, or None.
-      note: for the plan's message.
     """
     exact, seconds = tuple(int(s) for s in space.exact_choice()), float(rounded_choice.evaluation.cost)
     return BilevelPlan(

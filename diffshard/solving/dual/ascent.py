@@ -85,8 +85,6 @@ class PriceStep(Protocol):
         """Returns the next prices.
 
         Args:
-          flat: the problem.
-          prices: the present ones.
           weights: `[N]` the relaxed choice.
           bound_size: a size of the bound, positive.
           progress: of the climb, 0 to 1.
@@ -116,7 +114,6 @@ def step_memory_prices(memory: np.ndarray, excess: np.ndarray, least: np.ndarray
     """Returns memory prices `[T, D]` that rose where the limit is exceeded and fell elsewhere.
 
     Args:
-      memory: the present prices.
       excess: `[T, D]` in units of the limit, negative where there is room.
       least: `[D]` the least price: a lower one becomes zero, and one that is zero rises from here.
       gain: how far the logarithm of a price moves for each limit's worth of excess.
@@ -129,12 +126,8 @@ class Ascent:
     """The state of the climb. `step` is one iteration; `certified_bound` turns the best of it into a valid bound.
 
     Attributes:
-      flat: the problem.
-      layout: what its sweeps need.
-      scale: a size of one cost.
       bound: the best so far, in float32 sums.
       best: the messages and prices that gave it.
-      prices: the present ones.
       absorbed_cost: `[N]` costs with all messages of the last sweep absorbed.
       weights: `[N]` the relaxed choice of the last step that had prices to move.
     """
@@ -242,7 +235,6 @@ class Branch(NamedTuple):
     Attributes:
       bound: on the cost of all of them.
       forbidden: `[N]` bool.
-      ascent: the climb of its dual.
       weights: `[N]` the mean of the relaxed choices in the second half of the climb.
     """
 

@@ -211,7 +211,6 @@ def sweep(layout: Sweep, cost: np.ndarray, messages: np.ndarray) -> tuple[float,
     """Makes one iteration, up and down, and changes the messages in place.
 
     Args:
-      layout: of the problem.
       cost: `[N]` node costs with prices.
       messages: `[M + 1]`, the last a zero that pads; overwritten.
 

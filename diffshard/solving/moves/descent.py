@@ -59,7 +59,6 @@ class Descent:
         """Passes over `order`, then over the nodes near a change, until nothing changes; yields every few milliseconds.
 
         Args:
-          order: nodes, each once.
           weight: cost of one unit of excess, common or `[R]`.
         """
         dirty, since = np.ones(len(self.flat.sizes), bool), 0

@@ -126,7 +126,6 @@ def _layers(flat: Flat, order: np.ndarray, edge: np.ndarray) -> tuple[np.ndarray
     """Returns the root of each tree, and breadth first the directed edges that lead from each layer to the next.
 
     Args:
-      flat: the problem.
       order: the nodes of the forest; the first one of each tree is its root.
       edge: the directed edges inside the forest, sorted by their source.
     """
@@ -176,8 +175,6 @@ def best_choice(flat: Flat, forest: Forest, field: np.ndarray, choice: np.ndarra
     """Finds the best strategies of the forest's nodes.
 
     Args:
-      flat: the problem.
-      forest: of it.
       field: `[N]` what each strategy costs, given `choice` for all neighbours; changed in place.
       choice: `[V]`.
 

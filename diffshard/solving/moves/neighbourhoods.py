@@ -26,7 +26,6 @@ class Partition(NamedTuple):
     Attributes:
       label: `[V]` the ball of each node, -1 if frozen.
       num_balls: labels are 0 to `num_balls` - 1.
-      forests: that respect the balls.
       edge: the directed edges whose source is in a ball.
       share: `[len(edge)]` 1/2 where the other direction is there too.
       node: the nodes in balls, sorted by label; ball b has `node[first[b] : first[b + 1]]`.
@@ -92,7 +91,6 @@ def perturb(polish: Polish, partition: Partition, num_moves: int, temperature: f
 
     Args:
       polish: where the search is; its best feasible choice is where all balls start.
-      partition: the balls.
       num_moves: of random forests.
       temperature: of the noise on costs, largest first and none in the last moves; each ball draws its own below it.
       spread: standard deviation of the logarithm of the factors on the price of memory, of balls and of nodes.

@@ -55,7 +55,6 @@ class Polish:
     """A choice under improvement, with the prices that keep it inside the memory.
 
     Attributes:
-      grow: makes the forests.
       choice: where the search is; it may exceed the memory.
       fits: whether the choice that was offered last keeps the memory limit.
       best: the best feasible choice, or the one of least excess while none is feasible.
@@ -80,8 +79,6 @@ class Polish:
           rng: consumed by all moves.
           choice: `[V]`.
           prices: of memory, which will adapt, and of loads, which will not.
-          bound: a size of all costs together.
-          grow: makes the forests.
         """
         self.flat, self.rng, self.grow = flat, rng, grow
         self.field = Field(flat)
@@ -136,7 +133,6 @@ class Polish:
         """Makes one forest move from the current choice.
 
         Args:
-          forest: its nodes choose anew.
           temperature: of the Gumbel noise on costs, common or `[N]`.
           weight: factors on the prices of memory, common or `[N]`.
         """

@@ -58,17 +58,11 @@ class _Search:
 
     Attributes:
       problem: the linear part of the cost, with the memory limit.
-      priced: the objective.
-      solve: the solver of problems.
       is_over: tells whether there is no time for another problem.
       tell: is told the best cost and the bound of all choices.
       stop_gap: the relative gap at which the search ends.
       most_problems: tangents that are solved at most.
       choices, costs, amounts: the feasible choices that are known, their linear costs and amounts.
-      best_choice, best_price: the cheapest one and its price.
-      lower_bound: no choice is cheaper.
-      num_problems: that were solved.
-      history: as in `Solution`.
     """
 
     problem: Problem

@@ -64,12 +64,9 @@ class Search:
     """One run of the search, mutable: phases change `polish`, which holds the choice under improvement.
 
     Attributes:
-      problem: what is solved.
-      ascent: the climbed dual.
       polish: the choice under improvement, the best so far, and the random numbers.
       starts: choices read off the dual during the climb, the last and best first.
       bound: on the cost of every feasible choice, from the climb.
-      clock: since the search began.
       key: a JAX random key for phases that run a solver of their own.
     """
 

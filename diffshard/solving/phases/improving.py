@@ -65,7 +65,6 @@ class Neighbourhoods:
       nodes_per_ball: the median over partitions; infinite for one ball of all nodes.
       ball_spread: standard deviation of the logarithm of the nodes per ball.
       rounds_per_partition: for how many rounds the same balls are perturbed.
-      num_moves: forest moves of each round.
       most_noise: on costs, in the bound's cost per node.
       memory_spread: standard deviation of the logarithm of the factor that each ball, and each node, puts on the price
         of memory.
@@ -158,7 +157,6 @@ class Balancing:
       squarings: norms of the loads, one after the other, as `Balance.descend` takes them.
       most_pairs: nodes that are tried together with another one before a descent ends.
       num_kicks: descents from the best choice with a few nodes changed, without a time limit.
-      kick_nodes: changed by a kick.
       end_share: of the time limit, when the phase ends.
       stop_gap: between the best choice and the bound, relative, at which it ends.
     """
@@ -195,7 +193,6 @@ class Branches:
 
     Attributes:
       num_branches: at most, without a time limit.
-      num_moves: forest moves from each branch's rounding.
       review_interval: branches after which the phase ends unless they closed `least_closed` of the gap.
       least_closed: as a share of the gap.
     """

@@ -32,7 +32,6 @@ class DualClimb:
 
     Attributes:
       num_sweeps: without a time limit.
-      most_sweeps: with one.
       end_share: of the time limit, when the climb ends.
       first_start: how far the climb is when the first start is read off.
       start_interval: how much further it is at each next one.
@@ -99,12 +98,10 @@ class DualStarts:
 
     Attributes:
       num_starts: without a time limit.
-      num_moves: forest moves from each start.
       num_settling_moves: at most, after a start with no move that fits the memory, until one fits: prices then only
         rise. On a large problem some of many times is always exceeded at prices that fall again.
       end_share: of the time limit, when the phase ends.
       least_share: of the time limit, that the phase has where the climb lasted beyond that end.
-      num_sweeps: of each perturbed dual.
       most_noise: of a perturbed dual's costs, in the bound's cost per node.
     """
 
@@ -197,8 +194,6 @@ def best_equal_choice(
     """Returns a choice `[V]` in which equal nodes take equal strategies, as good as the solver finds one.
 
     Args:
-      problem: the whole.
-      solver: for the quotient.
       key: a JAX random key.
       time_limit_s: seconds for the quotient; None lets the solver end by its own rule.
 

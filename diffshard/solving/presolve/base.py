@@ -15,7 +15,6 @@ class Reduction(NamedTuple):
     excess or less; and the optima are equal. So lower bounds and choices both carry over.
 
     Attributes:
-      problem: the smaller problem.
       constant: what every choice costs beyond its cost in `problem`.
       expand: from a choice of `problem` to one of the original, `[V']` to `[V]`.
     """

@@ -30,7 +30,6 @@ def eliminate(problem: Problem, changed_nodes: Iterable[int] | None = None) -> R
     """Folds separable edges, eliminates nodes of degree up to two, drops dominated strategies, until nothing changes.
 
     Args:
-      problem: any.
       changed_nodes: nodes to look at first, if the rest is known to hold nothing to reduce; None looks everywhere.
 
     Raises:
@@ -45,13 +44,11 @@ class _Graph:
     """The problem while it shrinks.
 
     Attributes:
-      problem: as it was given.
       cost: V arrays of node costs; None for an eliminated node.
       neighbours: `neighbours[u][v]` is the transfer matrix with u's strategies as rows; `neighbours[v][u]` is its
         transpose. Matrices that are one array stay one array through every step.
       strategies: V arrays, which of its original strategies each node still has.
       tables: usages and loads of each node that depend on the choice, `[S_v, ...]`.
-      constant: what eliminated nodes cost.
       undo: steps that complete a choice on the way back, the last one first.
     """
 
@@ -289,7 +286,6 @@ def undominated_strategies(
       cost: `[S]` node costs, infinite where forbidden.
       matrices: transfer matrices to the neighbours, the node's strategies as rows.
       tables: usages and loads `[S, ...]`.
-      memo: of the reduction.
     """
     is_allowed = np.isfinite(cost)
     pairs = _candidates(cost, matrices, tables, memo, np.flatnonzero(is_allowed))

@@ -145,7 +145,6 @@ def _undominated_times(problem: Problem, usages: _Usages, over: np.ndarray) -> n
     """Leaves out times at which no choice uses more than at another one, as far as comparing them is cheap.
 
     Args:
-      problem: for the strategies of its nodes.
       usages: the part that depends on the choice.
       over: `[T, D]` the base less the limit.
     """
@@ -188,7 +187,6 @@ def _without_misfits(problem: Problem, usages: _Usages, room: np.ndarray) -> Pro
     """Forbids strategies that exceed the limit even when every other node takes its least.
 
     Args:
-      problem: the problem.
       usages: the part that depends on the choice.
       room: `[T, D]` the limit less the base.
     """

@@ -32,8 +32,6 @@ class _Ties:
     """Union-find over nodes; the maps from a root's strategies to a member's are composed on path compression.
 
     Attributes:
-      problem: as it was given.
-      edges: the ends of each edge.
       matrices: the distinct arrays among the edges' matrices.
       matrix_of: `[E]` which of them each edge has.
       parent: of each node; a root is its own.

@@ -64,9 +64,7 @@ class Window(NamedTuple):
 
     Attributes:
       programme: over the choices that may cost less than `most`.
-      least: the sum of all least entries.
       width: `most - least`, or the largest difference of entries where `most` is infinite.
-      most: no other choice costs less.
       unit: the cost that counts as one in the objective.
       error: what a bound on the objective may be off.
       has_loads: whether the objective has a largest load z.
@@ -172,11 +170,9 @@ def _programme(
     """Returns the programme, and how many limits it has.
 
     Args:
-      problem: for its edges and usages.
       sizes: `[V]`.
       starts: `[V]` where each node's strategies start.
       cost: of all strategies and entries, in the objective's units.
-      allowed: which of them may be taken.
       load: `[N, R]` in the objective's units.
       room: `[R]` how far each load may rise before it is the largest of its group.
       group: `[R]` of each load.

@@ -74,7 +74,6 @@ class _Partials(NamedTuple):
     """B partial choices, the best first.
 
     Attributes:
-      open: decided nodes with undecided neighbours.
       strategy: `[len(open), B]` the strategies of the open nodes.
       digest: `[B]` equal where all strategies of open nodes are: the exclusive or of their random numbers.
       cost: `[B]` without loads.
@@ -119,7 +118,6 @@ class _Beam:
         """Makes one pass over the nodes; sets `choice` at its end.
 
         Args:
-          width: how many partial choices go on.
           excess_weight: the cost of a limit's worth of memory in excess at one time, in costs of the last result.
         """
         flat, none = self._flat, np.zeros(1)

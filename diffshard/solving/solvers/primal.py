@@ -56,7 +56,6 @@ class _Energy(NamedTuple):
     """The relaxed cost's numbers, in units of a typical entry.
 
     Attributes:
-      flat: the problem.
       cost: `[N]`.
       edges: sparse `[N, N]`, each edge in both directions.
       unit: `[D]` that memory counts in.

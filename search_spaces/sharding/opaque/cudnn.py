@@ -150,7 +150,6 @@ def named_rule(equation: core.JaxprEqn, num_results: int | None = None) -> Named
     """Returns the rule of cuDNN's attention by names; of the backward with the sums that partial gradients need.
 
     Args:
-      equation: of the forward or backward.
       num_results: of the forward, if it is not as many as the equation has.
     """
     num_results = len(equation.outvars) if num_results is None else num_results

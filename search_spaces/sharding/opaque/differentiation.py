@@ -22,7 +22,6 @@ class DifferentiableKernel:
     """A kernel that is called like its function and has a backward.
 
     Attributes:
-      kernel: the forward.
       backward: a function, or a kernel with a rule and a price of its own, of operands, results and cotangents; None
         differentiates the forward's function.
     """

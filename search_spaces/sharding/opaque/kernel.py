@@ -65,7 +65,6 @@ class Kernel:
       rule: how the dimensions of its operands and results relate.
       flops: arithmetic operations, or None for those that a trace of `fn` counts.
       num_bytes: memory traffic, or None for what a trace of `fn` says.
-      name: for plans, errors and profiles.
 
     Traces, and the kernels that JAX's transformations make of it, are kept for as long as the kernel is. What its
     function holds, such as arrays of a closure, is freed with it.

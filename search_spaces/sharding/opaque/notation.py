@@ -58,7 +58,6 @@ class NamedRule:
         from other arrays, but for one factor, which gets what remains.
 
         Args:
-          operands: the shape of each operand.
           results: the shape of each result; may be left out.
           known: sizes of factors that shapes do not tell.
         """
@@ -196,9 +195,7 @@ def parse_rule(text: str, reduction: Mapping[str, str] | None = None, whole: Ite
     """Reads a rule such as `"b s h d, b t h d, b t h d -> b s h d"`.
 
     Args:
-      text: the rule.
       reduction: for each factor whose splitting leaves partial results what combines them: "sum", "max" or "min".
-      whole: factors that must not be split.
     """
     if not isinstance(text, str):
         raise TypeError(f"`rule` must be a string such as 'm k, k n -> m n', not {text!r}.")

@@ -14,7 +14,6 @@ class OwnCollective(NamedTuple):
     """A collective inside an opaque operation.
 
     Attributes:
-      kind: of the collective.
       axis: the mesh axis along which it goes.
       num_bytes: the full size along the axis in one group of devices (see `cost.collectives`).
       count: executions in one run of the operation.
@@ -32,7 +31,6 @@ class PricedCollective(NamedTuple):
     """A collective inside an opaque operation with the seconds of all its executions in one run of the operation.
 
     Attributes:
-      collective: what is sent.
       link_s: seconds that the link is busy.
       waited_s: seconds that the device waits.
     """
@@ -51,7 +49,6 @@ def priced(
     beside it take as long as the longer of both. The time that is waited is divided among the collectives by their own.
 
     Args:
-      collectives: of one run of an operation.
       arithmetic_s: seconds of all rounds without any collective.
       seconds_of: seconds of one execution of a collective alone.
     """

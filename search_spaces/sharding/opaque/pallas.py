@@ -30,7 +30,6 @@ class _Array(NamedTuple):
     """An operand or result of a call.
 
     Attributes:
-      shape: of the whole array.
       axes: for each dimension the grid axis that numbers its blocks, or None.
       block_sizes: for each dimension the elements of a block; the whole dimension where no axis numbers blocks.
     """

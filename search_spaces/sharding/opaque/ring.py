@@ -33,9 +33,6 @@ class Ring(NamedTuple):
     """A device's place among those along which keys go round.
 
     Attributes:
-      equation: of the forward or backward.
-      name: of the mesh axis.
-      size: its number of devices.
       has_whole_keys: whether no keys go round, as each device has all of them.
     """
 
@@ -289,7 +286,6 @@ def attend(equation: core.JaxprEqn, operands: Sequence[Any], **parameters: Any) 
       equation: of the forward or of the backward.
       operands: as the equation has them: queries, keys, values, bias, six arrays of lengths and places; of the backward
         also the forward's statistics and output, and the output's gradient.
-      parameters: of the equation's, other ones.
     """
     params = {**equation.params, **parameters}
     is_special = params["dropout_rate"] or any(operands[i].shape != (0,) for i in range(6, 10))
