@@ -8,7 +8,7 @@ from typing import Any, get_args
 from cost.base import Link
 from cost.clusters import Cluster
 from cost.host_groups import Hosts
-from cost.pipeline_schedules import Schedule
+from cost.pipeline_schedules import BY_STAGES_LEFT, Schedule
 from diffshard.command.arguments import UsageError, arguments
 from diffshard.pipelines.base import GradientReduction, Pipeline
 
@@ -105,7 +105,7 @@ def whole_numbers(text: str) -> tuple[int, ...]:
 
 def schedules(text: str) -> tuple[Schedule, ...]:
     """Reads names of schedules, such as `1f1b,eager`."""
-    names: dict[str, Schedule] = {name: name for name in get_args(Schedule) if name != "zb-h1"}
+    names: dict[str, Schedule] = {name: name for name in BY_STAGES_LEFT}
     unknown = [part for part in text.split(",") if part not in names]
     if unknown:
         raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no schedule; there are {', '.join(names)}")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from cost.pipeline_schedules import Schedule
+from cost.pipeline_schedules import BY_STAGES_LEFT, Schedule
 from cost.real_numbers import whole_number
 from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.plans.base import BatchMeans, GradientReduction, ResidualUse
@@ -56,11 +56,10 @@ class Pipeline:
             raise ValueError(f"`Pipeline.max_stages` must be a whole number, 1 or more, not {self.max_stages!r}.")
         if (whole_number(self.max_replicas) or 0) < 1:
             raise ValueError(f"`Pipeline.max_replicas` must be a whole number, 1 or more, not {self.max_replicas!r}.")
-        runnable = [name for name in get_args(Schedule) if name != "zb-h1"]
         if isinstance(self.schedules, str):
             raise TypeError(f"`Pipeline.schedules` must be a tuple of names, such as ({self.schedules!r},), not text.")
-        if not self.schedules or any(name not in runnable for name in self.schedules):
-            raise ValueError(f"`Pipeline.schedules` must be some of {tuple(runnable)}, not {self.schedules!r}.")
+        if not self.schedules or any(name not in BY_STAGES_LEFT for name in self.schedules):
+            raise ValueError(f"`Pipeline.schedules` must be some of {BY_STAGES_LEFT}, not {self.schedules!r}.")
         ways = get_args(GradientReduction)
         given = self.gradient_reductions
         if isinstance(given, str) or not given or any(way not in ways for way in given):
