@@ -9,6 +9,7 @@ schedule (with transfers).
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -113,10 +114,14 @@ def graph_of(
             f"`num_microbatches` must be a multiple of the {num_devices} devices with 'interleaved', not "
             f"{num_microbatches}: they go round the devices in groups of so many."
         )
+    return _graph(schedule, num_devices, num_microbatches, each)
+
+
+@lru_cache(maxsize=64)
+def _graph(schedule: Schedule, num_devices: int, num_microbatches: int, stages_per_device: int) -> ScheduleGraph:
     order = _ORDERS[schedule]
-    return schedule_graph(
-        [order(device, num_devices, num_microbatches, each) for device in range(num_devices)], num_microbatches
-    )
+    orders = [order(d, num_devices, num_microbatches, stages_per_device) for d in range(num_devices)]
+    return schedule_graph(orders, num_microbatches)
 
 
 def checked_stages_per_device(schedule: Schedule, stages_per_device: int | None) -> int:
