@@ -122,7 +122,9 @@ def test_even_divisions_are_near_the_best_one_of_all_that_fit(seed, schedule, ea
     divisions = search(solver, num_layers, max_stages=size)
     evenly = EvenDivisionSearch(divisions, schedule, each)
     kept = in_flight(graph_of(schedule, size, M, each)).tolist()
-    submesh = solver.submeshes.index((even_submeshes(CLUSTER, 0, 2) or ())[0])
+    both = even_submeshes(CLUSTER, 0, 2)
+    assert both
+    submesh = solver.submeshes.index(both[0])
     best_s = np.inf
     for cuts in itertools.combinations(range(1, num_layers), size - 1):
         stages = tuple(Stage(a, b, submesh) for a, b in itertools.pairwise((0, *cuts, num_layers)))
