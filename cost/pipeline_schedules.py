@@ -1,35 +1,50 @@
 """Schedules of pipelines: which operation a stage runs when, as a graph of operations and transfers.
 
-A stage runs its operations one after the other in a fixed order; a link between neighbouring stages sends one tensor
-after the other in each direction. An operation starts when its resource is free and its inputs are there. So a schedule
-is a graph in which every operation has at most two predecessors.
+A device runs the operations of its stages one after the other in a fixed order, which `cost.schedule_orders` has. From
+each device to each other one tensor after the other is sent. An operation starts when its resource is free and its
+inputs are there. So a schedule is a graph in which every operation has at most two predecessors.
 
-Letters for sizes: S stages, M micro-batches, N operations of a schedule (with transfers).
-
-Source: GPipe: Huang et al. (2019). 1F1B: Narayanan et al., "PipeDream-2BW" (2021), figure 4. Eager 1F1B: Zhuang et al.,
-"On Optimizing the Communication of Model Parallelism" (2023), section 4. ZB-H1: Qi et al., "Zero Bubble Pipeline
-Parallelism" (2023), section 2.3.
+Letters for sizes: S stages, D devices (or groups of devices that work as one), M micro-batches, N operations of a
+schedule (with transfers).
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from cost.real_numbers import whole_number
+from cost.schedule_orders import alternating, interleaved, v_shaped, zero_bubble
+from cost.schedule_orders.base import (
+    BACKWARD,
+    FORWARD,
+    SEND_BACKWARD,
+    SEND_FORWARD,
+    STAGE_KINDS,
+    WEIGHTS,
+    DeviceOrder,
+    Operation,
+)
 
-Schedule = Literal["gpipe", "1f1b", "eager", "zb-h1", "2bw"]
-"""When a stage runs its backward operations.
+Schedule = Literal["gpipe", "1f1b", "eager", "2bw", "interleaved", "zb-h1", "zb-v"]
+"""When a device runs its operations.
 
 With "gpipe" all forward operations come first. With "1f1b" forward and backward operations alternate as soon as the
 first backward one can run; stage i keeps at most S - i micro-batches. With "eager" it keeps up to 2(S - i) - 1, so that
-transfers run beside arithmetic. "zb-h1" splits the backward operation into the gradient of the activations and that of
-the weights, and delays the second where the stage would wait. It is simulated only: no program runs it. "2bw" is "1f1b"
-whose next step begins before this one has ended, with gradients of the weights of one step ago: `cost.pipeline_steps`
-has what a step then takes. Its graph is that of one step.
+transfers run beside arithmetic. "2bw" is "1f1b" whose next step begins before this one has ended, with gradients of the
+weights of one step ago: `cost.pipeline_steps` has what a step then takes. Its graph is that of one step.
+
+With "interleaved" a device has several stages, so that the pipeline fills and drains faster. "zb-h1" splits the
+backward operation into the gradient of the activations and that of the weights, and delays the second where the stage
+would wait. "zb-v" does so too, with two stages on each device, the first and the last stage on the same one.
 """
 
+BY_STAGES_LEFT: tuple[Schedule, ...] = ("gpipe", "1f1b", "eager", "2bw")
+"""The schedules with one stage on each device, which keeps micro-batches by how many stages follow it alone."""
 OperationKind = Literal["forward", "backward", "weights", "send forward", "send backward"]
+Order = Sequence[Sequence[Operation]]
+"""For each device its operations in the order in which they run."""
 
 
 class ScheduleGraph(NamedTuple):
@@ -41,8 +56,9 @@ class ScheduleGraph(NamedTuple):
       kind: `[N]`, an index into the names of `OperationKind`.
       stage: `[N]`, the stage that runs it; of a transfer the stage before the link, whichever way it sends.
       microbatch: `[N]`.
-      predecessors: `[N, 2]`, the operation before it on its stage or link, and the one whose result it needs; N where
+      predecessors: `[N, 2]`, the operation before it on its device or link, and the one whose result it needs; N where
         there is none.
+      device: `[S]`, the device of each stage.
     """
 
     num_stages: int
@@ -51,26 +67,80 @@ class ScheduleGraph(NamedTuple):
     stage: np.ndarray
     microbatch: np.ndarray
     predecessors: np.ndarray
+    device: np.ndarray
+
+    @property
+    def num_devices(self) -> int:
+        """D."""
+        return int(self.device.max()) + 1
 
 
-FORWARD, BACKWARD, WEIGHTS, SEND_FORWARD, SEND_BACKWARD = range(5)
-STAGE_KINDS = (FORWARD, BACKWARD, WEIGHTS)
-Order = list[list[tuple[int, int]]]  # for each stage the kinds and micro-batches in the order in which they run
+_ORDERS: dict[str, DeviceOrder] = {
+    "gpipe": alternating.gpipe,
+    "1f1b": alternating.one_forward_one_backward,
+    "eager": alternating.eager,
+    "2bw": alternating.one_forward_one_backward,
+    "interleaved": interleaved.order,
+    "zb-h1": zero_bubble.order,
+    "zb-v": v_shaped.order,
+}
 
 
-def graph_of(schedule: Schedule, num_stages: int, num_microbatches: int) -> ScheduleGraph:
+def graph_of(
+    schedule: Schedule, num_stages: int, num_microbatches: int, stages_per_device: int | None = None
+) -> ScheduleGraph:
     """Returns the operations of a schedule.
 
+    Args:
+      schedule: its name.
+      num_stages: S.
+      num_microbatches: M.
+      stages_per_device: S / D; None takes the least number that the schedule is for.
+
     Raises:
-      ValueError: there is no such schedule, or a number is below 1.
+      ValueError: there is no such schedule, a number is below 1, a device cannot have so many stages, or interleaved
+        micro-batches are no multiple of D.
     """
     if schedule not in get_args(Schedule):
         raise ValueError(f"`schedule` must be one of {get_args(Schedule)}, not {schedule!r}.")
     num_stages = checked_count("num_stages", num_stages)
     num_microbatches = checked_count("num_microbatches", num_microbatches)
-    return schedule_graph(
-        [_ORDERS[schedule](num_stages, s, num_microbatches) for s in range(num_stages)], num_microbatches
-    )
+    each = checked_stages_per_device(schedule, stages_per_device)
+    if num_stages % each:
+        raise ValueError(f"`num_stages` must be a multiple of `stages_per_device`, {each}, not {num_stages}.")
+    num_devices = num_stages // each
+    if schedule == "interleaved" and num_microbatches % num_devices:
+        raise ValueError(
+            f"`num_microbatches` must be a multiple of the {num_devices} devices with 'interleaved', not "
+            f"{num_microbatches}: they go round the devices in groups of so many."
+        )
+    return _graph(schedule, num_devices, num_microbatches, each)
+
+
+@lru_cache(maxsize=64)
+def _graph(schedule: Schedule, num_devices: int, num_microbatches: int, stages_per_device: int) -> ScheduleGraph:
+    order = _ORDERS[schedule]
+    orders = [order(d, num_devices, num_microbatches, stages_per_device) for d in range(num_devices)]
+    return schedule_graph(orders, num_microbatches)
+
+
+def checked_stages_per_device(schedule: Schedule, stages_per_device: int | None) -> int:
+    """Returns how many stages a device has with a schedule; None takes the least number.
+
+    Raises:
+      ValueError: the schedule is for other numbers.
+    """
+    least = 2 if schedule in ("interleaved", "zb-v") else 1
+    number = least if stages_per_device is None else checked_count("stages_per_device", stages_per_device)
+    if number != least and not (schedule == "interleaved" and number > least):
+        more = " or more" if schedule == "interleaved" else ""
+        raise ValueError(f"`stages_per_device` must be {least}{more} with {schedule!r}, not {number}.")
+    return number
+
+
+def splits_backward(schedule: Schedule) -> bool:
+    """Tells whether a schedule computes the gradients of weights apart from those of activations."""
+    return any(operation.kind == WEIGHTS for operation in _ORDERS[schedule](0, 1, 1, 1))
 
 
 def in_flight(graph: ScheduleGraph) -> np.ndarray:
@@ -80,88 +150,45 @@ def in_flight(graph: ScheduleGraph) -> np.ndarray:
     return np.array([int(np.cumsum(change[graph.stage == s]).max()) for s in range(graph.num_stages)])
 
 
-# The order in which each stage runs its operations.
-
-
 def kept_microbatches(schedule: Schedule, stages_left: int, num_microbatches: int) -> int:
     """Returns how many micro-batches a stage keeps at most.
 
     Args:
-      schedule: its name.
+      schedule: one of `BY_STAGES_LEFT`; with the others it depends on the number of stages, too.
       stages_left: the stages from this one to the last, itself included.
       num_microbatches: of the step.
     """
-    kept = {"1f1b": stages_left, "2bw": stages_left, "eager": 2 * stages_left - 1}.get(schedule, num_microbatches)
-    return min(kept, num_microbatches)
-
-
-def alternating_order(num_microbatches: int, kept: int) -> list[tuple[int, int]]:
-    """Returns the operations of a stage that starts `kept` micro-batches before its first backward operation."""
-    order = [(FORWARD, m) for m in range(kept)]
-    for m in range(num_microbatches):
-        order.append((BACKWARD, m))
-        if m + kept < num_microbatches:
-            order.append((FORWARD, m + kept))
-    return order
-
-
-def _zero_bubble(num_stages: int, stage: int, num_microbatches: int) -> list[tuple[int, int]]:
-    """Returns the operations of a stage with ZB-H1: those of 1F1B, and weights' gradients `stage` micro-batches later.
-
-    So the last stage, where 1F1B keeps one micro-batch, keeps S, and has weights' gradients left to compute while the
-    last gradient goes back through the other stages.
-    """
-    order: list[tuple[int, int]] = []
-    for kind, m in alternating_order(num_microbatches, min(num_microbatches, num_stages - stage)):
-        order.append((kind, m))
-        if kind == BACKWARD and m >= stage:
-            order.append((WEIGHTS, m - stage))
-    return order + [(WEIGHTS, m) for m in range(max(num_microbatches - stage, 0), num_microbatches)]
-
-
-_ORDERS: dict[str, Callable[[int, int, int], list[tuple[int, int]]]] = {
-    "gpipe": lambda num_stages, stage, count: alternating_order(count, count),
-    "1f1b": lambda num_stages, stage, count: alternating_order(count, min(count, num_stages - stage)),
-    "eager": lambda num_stages, stage, count: alternating_order(count, min(count, 2 * (num_stages - stage) - 1)),
-    "zb-h1": _zero_bubble,
-    "2bw": lambda num_stages, stage, count: alternating_order(count, min(count, num_stages - stage)),
-}
-"""The operations of a stage in order, by schedule; called with S, the stage and M."""
+    kept = {"1f1b": stages_left, "2bw": stages_left, "eager": 2 * stages_left - 1, "gpipe": num_microbatches}
+    return min(kept[schedule], num_microbatches)
 
 
 def schedule_graph(order: Order, num_microbatches: int) -> ScheduleGraph:
-    """Returns the graph of stages that run operations, kinds and micro-batches, in some order.
+    """Returns the graph of devices that run the operations of all stages in some order.
 
     Raises:
-      ValueError: the stages wait for each other for ever.
+      ValueError: the devices wait for each other for ever.
     """
-    num_stages = len(order)
+    device = {operation.stage: d for d, operations in enumerate(order) for operation in operations}
+    num_stages = max(device) + 1
     kinds, stages, microbatches, predecessors = [], [], [], []
     at: dict[tuple[int, int, int], int] = {}  # the number of an operation, by kind, stage and micro-batch
-    last_on: dict[tuple[int, int], int] = {}  # the last operation of a resource, by kind of resource and stage
+    last_on: dict[tuple[int, ...], int] = {}  # the last operation of a resource: a device, or a link and its direction
 
     def add(kind: int, stage: int, microbatch: int, needed: int | None) -> None:
-        resource = (kind if kind in (SEND_FORWARD, SEND_BACKWARD) else FORWARD, stage)
+        resource = _resource(kind, stage, device)
         predecessors.append((last_on.get(resource), needed))
         at[kind, stage, microbatch] = last_on[resource] = len(kinds)
         kinds.append(kind)
         stages.append(stage)
         microbatches.append(microbatch)
 
-    def needed_key(kind: int, stage: int, microbatch: int) -> tuple[int, int, int] | None:
-        if kind == FORWARD:
-            return None if stage == 0 else (SEND_FORWARD, stage - 1, microbatch)
-        if kind == WEIGHTS:
-            return BACKWARD, stage, microbatch
-        return (FORWARD, stage, microbatch) if stage == num_stages - 1 else (SEND_BACKWARD, stage, microbatch)
-
-    position, total = [0] * num_stages, sum(map(len, order))
+    position, total = [0] * len(order), sum(map(len, order))
     while sum(position) < total:
         before = sum(position)
-        for stage in range(num_stages):
-            while position[stage] < len(order[stage]):
-                kind, m = order[stage][position[stage]]
-                key = needed_key(kind, stage, m)
+        for d, operations in enumerate(order):
+            while position[d] < len(operations):
+                kind, stage, m = operations[position[d]]
+                key = _needed(kind, stage, m, num_stages)
                 if key is not None and key not in at:
                     break
                 add(kind, stage, m, None if key is None else at[key])
@@ -169,14 +196,30 @@ def schedule_graph(order: Order, num_microbatches: int) -> ScheduleGraph:
                     add(SEND_FORWARD, stage, m, at[FORWARD, stage, m])
                 if kind == BACKWARD and stage > 0:
                     add(SEND_BACKWARD, stage - 1, m, at[BACKWARD, stage, m])
-                position[stage] += 1
+                position[d] += 1
         if sum(position) == before:
-            raise ValueError("The stages of this schedule wait for each other for ever.")
+            raise ValueError("The devices of this schedule wait for each other for ever.")
     none = len(kinds)
     pairs = [[none if number is None else number for number in pair] for pair in predecessors]
-    return ScheduleGraph(
-        num_stages, num_microbatches, np.array(kinds), np.array(stages), np.array(microbatches), np.array(pairs)
-    )
+    arrays = (np.array(values) for values in (kinds, stages, microbatches, pairs))
+    return ScheduleGraph(num_stages, num_microbatches, *arrays, np.array([device[s] for s in range(num_stages)]))
+
+
+def _resource(kind: int, stage: int, device: Mapping[int, int]) -> tuple[int, ...]:
+    """Returns what an operation occupies: a device, or the link from one device to another."""
+    if kind in STAGE_KINDS:
+        return (device[stage],)
+    one, other = device[stage], device[stage + 1]
+    return (one, other) if kind == SEND_FORWARD else (other, one)
+
+
+def _needed(kind: int, stage: int, microbatch: int, num_stages: int) -> tuple[int, int, int] | None:
+    """Returns the operation whose result an operation of a stage needs: its kind, stage and micro-batch."""
+    if kind == FORWARD:
+        return None if stage == 0 else (SEND_FORWARD, stage - 1, microbatch)
+    if kind == WEIGHTS:
+        return BACKWARD, stage, microbatch
+    return (FORWARD, stage, microbatch) if stage == num_stages - 1 else (SEND_BACKWARD, stage, microbatch)
 
 
 def checked_count(name: str, count: int) -> int:

@@ -24,12 +24,12 @@ from cost.pipeline_schedules import (
     Order,
     Schedule,
     ScheduleGraph,
-    alternating_order,
     checked_count,
     graph_of,
     schedule_graph,
 )
 from cost.pipeline_times import Simulation, StageTimes, checked, durations_s, simulate, start_times_s
+from cost.schedule_orders.base import alternating_order
 
 Overlap = Literal["own_ends", "late_ends", "none"]
 """How a step overlaps with the next one, with the schedule "2bw".
@@ -66,22 +66,24 @@ def pipeline_step(
     num_microbatches: int,
     end_s: np.ndarray | Sequence[float],
     overlap: Overlap = "own_ends",
+    stages_per_device: int | None = None,
 ) -> PipelineStep:
     """Returns what a step takes.
 
     Args:
       schedule: with "2bw" steps may overlap; with all others each stage waits for the end of the step.
       num_microbatches: M.
-      end_s: `[S]`, what each stage does at the end of a step.
+      end_s: `[S]`, what each stage does at the end of a step; a device does that of its stages one after the other.
       overlap: how steps overlap with "2bw".
+      stages_per_device: as in `cost.pipeline_schedules.graph_of`.
 
     Raises:
       ValueError: as `cost.pipeline_times.simulate`, or `end_s` is not S seconds.
     """
-    simulation = simulate(times, graph_of(schedule, len(times.forward_s), num_microbatches))
+    simulation = simulate(times, graph_of(schedule, len(times.forward_s), num_microbatches, stages_per_device))
     ends = _checked_ends(end_s, len(times.forward_s))
     if schedule != "2bw":
-        step_s = simulation.step_s + float(ends.max())
+        step_s = simulation.step_s + float(np.bincount(simulation.graph.device, ends).max())
         return PipelineStep(simulation, step_s, simulation.bubble, step_s)
     call_s = overlapped_step_s(times, num_microbatches, end_s, "none")
     step_s = min(call_s, overlapped_step_s(times, num_microbatches, end_s, overlap))
@@ -196,9 +198,14 @@ def _orders_of_steps(num_stages: int, count: int, num_steps: int, is_overlapped:
     """Returns what each stage runs of many steps; micro-batches are numbered through all of them."""
     kept = _kept(num_stages, count)
     if is_overlapped:
-        return [alternating_order(num_steps * count, k) for k in kept]
+        return [alternating_order(stage, num_steps * count, k) for stage, k in enumerate(kept)]
     return [
-        [(kind, step * count + m) for step in range(num_steps) for kind, m in alternating_order(count, k)] for k in kept
+        [
+            operation._replace(microbatch=step * count + operation.microbatch)
+            for step in range(num_steps)
+            for operation in alternating_order(stage, count, k)
+        ]
+        for stage, k in enumerate(kept)
     ]
 
 

@@ -71,8 +71,8 @@ class Simulation(NamedTuple):
 
     @property
     def bubble(self) -> float:
-        """The share of the stages' time in which they wait."""
-        return 1.0 - float(self.busy_s.sum()) / (self.step_s * len(self.busy_s)) if self.step_s else 0.0
+        """The share of the devices' time in which they wait."""
+        return 1.0 - float(self.busy_s.sum()) / (self.step_s * self.graph.num_devices) if self.step_s else 0.0
 
 
 def simulate(times: StageTimes, graph: ScheduleGraph) -> Simulation:
@@ -227,6 +227,7 @@ def joined_graph(graphs: Sequence[ScheduleGraph]) -> ScheduleGraph:
     place[order], place[-1] = np.arange(first[-1]), first[-1]
     first_stage = np.cumsum([0, *(graph.num_stages for graph in graphs)])
     first_microbatch = np.cumsum([0, *(graph.num_microbatches for graph in graphs)])
+    first_device = np.cumsum([0, *(graph.num_devices for graph in graphs)])
     predecessors = np.concatenate(
         [
             place[np.where(graph.predecessors == size, first[-1], graph.predecessors + start)]
@@ -243,6 +244,7 @@ def joined_graph(graphs: Sequence[ScheduleGraph]) -> ScheduleGraph:
         (stage + first_stage[pipeline])[order],
         (microbatch + first_microbatch[pipeline])[order],
         predecessors[order],
+        np.concatenate([graph.device + first for graph, first in zip(graphs, first_device, strict=False)]),
     )
 
 

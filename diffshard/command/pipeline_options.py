@@ -10,9 +10,17 @@ from cost.clusters import Cluster
 from cost.host_groups import Hosts
 from cost.pipeline_schedules import Schedule
 from diffshard.command.arguments import UsageError, arguments
-from diffshard.pipelines.base import GradientReduction, Pipeline
+from diffshard.pipelines.base import RUN_SCHEDULES, GradientReduction, Pipeline
 
-_OF_PIPELINES = ("microbatches", "max_stages", "schedules", "gradient_reductions", "max_replicas", "batch")
+_OF_PIPELINES = (
+    "microbatches",
+    "max_stages",
+    "schedules",
+    "stages_per_device",
+    "gradient_reductions",
+    "max_replicas",
+    "batch",
+)
 """Options that need `--pipeline`, as `argparse` names them."""
 
 
@@ -31,7 +39,11 @@ def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
         "--schedules",
         type=schedules,
         metavar="NAME[,NAME...]",
-        help="some of 1f1b, eager, gpipe; default: all of these. Alone: 2bw, gradients of the step before",
+        help="some of 1f1b, eager, gpipe; default: all of these. Alone: 2bw, gradients of the step before. "
+        "Also: interleaved, several stages on each device",
+    )
+    group.add_argument(
+        "--stages-per-device", type=whole_numbers, metavar="N[,N...]", help="for interleaved; default: 2"
     )
     group.add_argument(
         "--gradient-reductions",
@@ -105,7 +117,7 @@ def whole_numbers(text: str) -> tuple[int, ...]:
 
 def schedules(text: str) -> tuple[Schedule, ...]:
     """Reads names of schedules, such as `1f1b,eager`."""
-    names: dict[str, Schedule] = {name: name for name in get_args(Schedule) if name != "zb-h1"}
+    names: dict[str, Schedule] = {name: name for name in RUN_SCHEDULES}
     unknown = [part for part in text.split(",") if part not in names]
     if unknown:
         raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no schedule; there are {', '.join(names)}")

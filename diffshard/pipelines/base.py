@@ -4,10 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from cost.pipeline_schedules import Schedule
+from cost.pipeline_schedules import BY_STAGES_LEFT, Schedule, checked_stages_per_device
 from cost.real_numbers import whole_number
 from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.plans.base import BatchMeans, GradientReduction, ResidualUse
+
+RUN_SCHEDULES: tuple[Schedule, ...] = (*BY_STAGES_LEFT, "interleaved")
+"""The schedules that programs run; the others are simulated only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +22,11 @@ class Pipeline:
       batch_argnames: further such arguments by name.
       microbatches: numbers of micro-batches to try; those that do not divide the batch are left out.
       max_stages: the largest number of stages.
-      schedules: the schedules to try: "1f1b", "eager", "gpipe". Alone and never by default: "2bw", which changes the
-        results: gradients are those of the weights of one step ago, as `diffshard.pipelines.delayed` has them.
+      schedules: the schedules to try: "1f1b", "eager", "gpipe", and "interleaved", by which each device holds several
+        stages; its devices are equal parts of the cluster, of one kind, and their number divides that of the
+        micro-batches. Alone and never by default: "2bw", which changes the results: gradients are those of the weights
+        of one step ago, as `diffshard.pipelines.delayed` has them.
+      stages_per_device: how many stages a device may hold with "interleaved"; each number is tried.
       gradient_reductions: how often gradients may be reduced over the devices that share the examples of a micro-batch:
         "each_microbatch", or "once", when the step ends. The latter sends less, and each device keeps a whole total of
         each gradient.
@@ -48,6 +54,7 @@ class Pipeline:
     max_replicas: int = 1
     residuals: Sequence[ResidualUse] = ("keep", "recompute")
     batch_means: BatchMeans = "whole"
+    stages_per_device: int | Sequence[int] = 2
 
     def __post_init__(self):
         _ = self.batch
@@ -57,11 +64,10 @@ class Pipeline:
             raise ValueError(f"`Pipeline.max_stages` must be a whole number, 1 or more, not {self.max_stages!r}.")
         if (whole_number(self.max_replicas) or 0) < 1:
             raise ValueError(f"`Pipeline.max_replicas` must be a whole number, 1 or more, not {self.max_replicas!r}.")
-        runnable = [name for name in get_args(Schedule) if name != "zb-h1"]
         if isinstance(self.schedules, str):
             raise TypeError(f"`Pipeline.schedules` must be a tuple of names, such as ({self.schedules!r},), not text.")
-        if not self.schedules or any(name not in runnable for name in self.schedules):
-            raise ValueError(f"`Pipeline.schedules` must be some of {tuple(runnable)}, not {self.schedules!r}.")
+        if not self.schedules or any(name not in RUN_SCHEDULES for name in self.schedules):
+            raise ValueError(f"`Pipeline.schedules` must be some of {RUN_SCHEDULES}, not {self.schedules!r}.")
         ways = get_args(GradientReduction)
         given = self.gradient_reductions
         if isinstance(given, str) or not given or any(way not in ways for way in given):
@@ -79,6 +85,7 @@ class Pipeline:
                 f"replicas add up their own sums when a step ends; got {self.max_replicas!r}."
             )
         _check_batch_means(self.batch_means, self.gradient_reductions)
+        self._check_even_stages()
         for name in ("schedules", "gradient_reductions", "residuals"):
             given = getattr(self, name)
             if not isinstance(given, str) and len(set(given)) < len(given):
@@ -86,6 +93,39 @@ class Pipeline:
         uses, given = get_args(ResidualUse), self.residuals
         if isinstance(given, str) or "keep" not in given or any(use not in uses for use in given):
             raise ValueError(f'`Pipeline.residuals` must be some of {uses}, "keep" among them, not {given!r}.')
+
+    def _check_even_stages(self) -> None:
+        numbers = self.stages_per_device
+        numbers = numbers if isinstance(numbers, Sequence) and not isinstance(numbers, str) else (numbers,)
+        if not numbers or any((whole_number(n) or 0) < 2 for n in numbers):
+            raise ValueError(
+                f"`Pipeline.stages_per_device` must be whole numbers, 2 or more, not {self.stages_per_device!r}: with "
+                'one stage on each device "interleaved" is "1f1b".'
+            )
+        even = [name for name in self.schedules if name not in BY_STAGES_LEFT]
+        if even and self.max_replicas > 1:
+            raise ValueError(f"`Pipeline.max_replicas` must be 1 with the schedule {even[0]!r}: all devices are alike.")
+        for name in even:
+            least = 2 * min(self.stages_per_device_of(name))
+            most = 2 * self.max_stages // least
+            if most < 2:
+                raise ValueError(
+                    f"`Pipeline.max_stages` must be {least} or more with the schedule {name!r}, so that two devices "
+                    f"hold their stages, not {self.max_stages!r}."
+                )
+            counts = self.microbatch_counts
+            if name == "interleaved" and not any(n % d == 0 for n in counts for d in range(2, most + 1)):
+                raise ValueError(
+                    f"`Pipeline.microbatches` must have a multiple of 2 to {most} devices with 'interleaved', not "
+                    f"{self.microbatches!r}."
+                )
+
+    def stages_per_device_of(self, schedule: Schedule) -> tuple[int, ...]:
+        """Returns the numbers of stages on a device to try with a schedule."""
+        if schedule != "interleaved":
+            return (checked_stages_per_device(schedule, None),)
+        numbers = self.stages_per_device
+        return tuple(sorted(set(numbers))) if isinstance(numbers, Sequence) else (numbers,)
 
     @property
     def is_delayed(self) -> bool:

@@ -105,6 +105,7 @@ class ChosenPipeline(NamedTuple):
       recomputed: `[S]`, what each makes again (`StageLayout.recomputed`); empty: each stage is searched for it.
       offloaded: `[S]`, what waits on the host (`StageLayout.offloaded`); as long as `recomputed`.
       estimate_s: what a step takes before the programs of the stages are planned one by one.
+      stages_per_device: how many stages each device holds.
     """
 
     num_microbatches: int
@@ -118,6 +119,7 @@ class ChosenPipeline(NamedTuple):
     recomputed: tuple[tuple[int, ...], ...] = ()
     offloaded: tuple[tuple[int, ...], ...] = ()
     estimate_s: float = 0.0
+    stages_per_device: int = 1
 
 
 def shared_layouts(

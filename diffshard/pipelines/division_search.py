@@ -7,13 +7,16 @@ bounds every division, mesh and sharding together. Parts of a cluster are search
 do not lead to a slower pipeline.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from cost.clusters import Cluster
-from cost.pipeline_schedules import Schedule, kept_microbatches
+from cost.pipeline_schedules import Schedule, graph_of, kept_microbatches, splits_backward
+from cost.pipeline_steps import pipeline_step
+from cost.pipeline_times import StageTimes
 from diffshard.pipelines.layer_chain import LayerChain
 from diffshard.pipelines.solved_stages import UNKNOWN, Entry, FoundDivision, SolvedStages, SolveEntry
 from diffshard.pipelines.stage_programme import (
@@ -24,7 +27,7 @@ from diffshard.pipelines.stage_programme import (
     overlapped_objective,
     step_objective,
 )
-from diffshard.pipelines.stage_search import StageLayout
+from diffshard.pipelines.stage_search import BACKWARD_SHARE, StageLayout
 
 _MOST_HOSTS = 4
 """Up to this many hosts of a kind, each number of them is tried as a part; of more hosts only powers of two are."""
@@ -143,7 +146,7 @@ class DivisionSearch:
     ) -> FoundDivision | None:
         rounds = 0  # since a first division was found; before, only what does not fit ends the search
         while rounds < _MOST_ROUNDS and not (best is None and is_over()):
-            division = self._best_division(schedule, self._estimate, devices)
+            division = self._best_division(schedule, self.estimate, devices)
             if division is None or (best is not None and division.value >= (1 - _LEAST_GAIN) * best.bound_s):
                 break
             rounds += best is not None
@@ -172,6 +175,28 @@ class DivisionSearch:
                 link_s = self.link_s[stages[i].start, stages[i - 1].submesh, stages[i].submesh]
                 value, later_s = float(objective.join(link_s, value)), later_s + link_s
         return FoundDivision(stages, entries, tuple(layouts), value)
+
+    def simulated_s(self, schedule: Schedule, found: FoundDivision, stages_per_device: int = 1) -> float:
+        """Returns the seconds of a step whose stages are solved, before their programs are planned one by one."""
+        each_s = np.array([layout.seconds for layout in found.layouts]) / self.num_microbatches
+        return self.estimated_s(schedule, found.stages, each_s, stages_per_device)
+
+    def estimated_s(
+        self, schedule: Schedule, stages: Sequence[Stage], each_s: np.ndarray, stages_per_device: int = 1
+    ) -> float:
+        """Returns the seconds of a step by those of a micro-batch in each stage, with its share of the step's end."""
+        count, size = self.num_microbatches, len(stages)
+        device = graph_of(schedule, size, count, stages_per_device).device
+        sends = [
+            self.link_s[after.start, before.submesh, after.submesh] / 2 * (device[i] != device[i + 1])
+            for i, (before, after) in enumerate(itertools.pairwise(stages))
+        ]
+        forward_s = each_s * (1 - BACKWARD_SHARE)
+        weights_s = forward_s if splits_backward(schedule) else None  # a product of a layer's weights in each
+        backward_s = each_s - forward_s if weights_s is None else each_s - forward_s - weights_s
+        times = StageTimes(forward_s, backward_s, sends, sends, weights_s)
+        ends = [0.0] * size  # they are in `each_s`
+        return float(pipeline_step(times, schedule, count, ends, stages_per_device=stages_per_device).step_s)
 
     def bound(
         self,
@@ -249,7 +274,7 @@ class DivisionSearch:
             return None
         return division._replace(stages=tuple(s._replace(submesh=used[s.submesh]) for s in division.stages))
 
-    def _estimate(self, in_flight: int) -> np.ndarray:
+    def estimate(self, in_flight: int) -> np.ndarray:
         """Returns `[L, L + 1, P]`: seconds of a micro-batch, of unsolved entries by those that are solved."""
         slowdowns: dict[int, list[float]] = {}  # by submesh, of solved entries over full speed
         for entry, layout in self.known.solved:

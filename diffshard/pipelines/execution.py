@@ -53,7 +53,8 @@ class StagedExecution:
 
     Args:
       staged: the programs.
-      meshes: `[S]`, the sub-mesh of each stage; no device is in two of them.
+      meshes: `[S]`, the sub-mesh of each stage: the same one for stages that the schedule has on one device; no device
+        is in two others.
       graph: the schedule.
       sharding_of: how each stage stores its arguments, sums, and what its programs leave.
       function_of: what runs a program.
@@ -158,7 +159,7 @@ class _Dispatch:
         self._calls, self.copier = calls, Copier()
         process = jax.process_index()
         self._is_own = [any(d.process_index == process for d in mesh.devices.flat) for mesh in calls.meshes]
-        self._stage_of = {frozenset(mesh.devices.flat): stage for stage, mesh in enumerate(calls.meshes)}
+        self._stage_of = {frozenset(mesh.devices.flat): stage for stage, mesh in reversed([*enumerate(calls.meshes)])}
         self._devices = [_devices(mesh) for mesh in calls.meshes]
         self._numbers: dict[tuple[int, int], Any] = {}
         self._resharding: dict[NamedSharding, Any] = {}
@@ -183,7 +184,7 @@ class _Dispatch:
         with self._errors(stage, "the copy of an argument"):
             if source is None:
                 return self.copier.from_host(array, sharding) if self._is_own[stage] else None
-            if source != stage:
+            if self._calls.meshes[source] != self._calls.meshes[stage]:
                 array = self.send(self.shared(array, key, source, stage), key, source, stage)
             return self._in_form(array, stage, sharding)
 
@@ -287,21 +288,20 @@ def check_execution(staged: StagedStep, meshes: Sequence[Mesh], graph: ScheduleG
     """
     if len(meshes) != staged.num_stages:
         raise ValueError(f"`meshes` must have one mesh for each of the {staged.num_stages} stages, not {len(meshes)}.")
-    stage_of: dict[Any, int] = {}
-    for stage, mesh in enumerate(meshes):
-        for device in mesh.devices.flat:
-            if device in stage_of:
-                stages = f"{stage_of[device]} and {stage}"
-                raise ValueError(
-                    f"`meshes` must have no device in common, but {device} is in those of stages {stages}."
-                )
-            stage_of[device] = stage
     sizes = (graph.num_stages, graph.num_microbatches)
     if sizes != (staged.num_stages, staged.num_microbatches):
         raise ValueError(
             f"`graph` must be for {staged.num_stages} stages and {staged.num_microbatches} micro-batches, not for "
             f"{sizes[0]} and {sizes[1]}."
         )
+    stage_of: dict[Any, int] = {}
+    for stage, mesh in enumerate(meshes):
+        for device in mesh.devices.flat:
+            other = stage_of.setdefault(device, stage)
+            if mesh != meshes[other] or graph.device[stage] != graph.device[other]:
+                raise ValueError(
+                    f"`meshes` must have no device in common, but {device} is in those of stages {other} and {stage}."
+                )
     if (graph.kind == WEIGHTS).any():
         raise ValueError("`graph` must not split the backward pass: schedules such as 'zb-h1' are simulated only.")
     _check_processes(meshes)

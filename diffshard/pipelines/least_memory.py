@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cost.memory import least_memory
-from cost.pipeline_schedules import Schedule, kept_microbatches
+from cost.pipeline_schedules import BY_STAGES_LEFT, Schedule, kept_microbatches
 from diffshard.base import InfeasibleError
 from diffshard.pipelines.options import PipelineOptions, memory_limit_of
 from diffshard.pipelines.plans.text import short_source
@@ -76,8 +76,11 @@ class _NeedSearch:
 
     def __init__(self, search: StepSearch):
         self.search, self.divisions, size = search, search.divisions, len(search.chain)
-        self.schedule: Schedule = min(  # the one that keeps the fewest micro-batches
-            search.options.pipeline.schedules, key=lambda name: kept_microbatches(name, 2, search.num_microbatches)
+        names: list[Schedule] = [
+            name if name in BY_STAGES_LEFT else "1f1b" for name in search.options.pipeline.schedules
+        ]
+        self.schedule: Schedule = min(  # the one that keeps the fewest micro-batches; none keeps fewer than 1F1B
+            names, key=lambda name: kept_microbatches(name, 2, search.num_microbatches)
         )
         limits = np.array([self.divisions.memory_limit_bytes[s.kind] for s in search.submeshes])
         state = np.concatenate([[0.0], np.cumsum(search.chain.state_bytes)])

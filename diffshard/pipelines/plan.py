@@ -82,12 +82,14 @@ class PipelinePlan(PipelinePlanData):
         if check not in ("numbers", None):
             raise ValueError(f'`check` must be "numbers" or None, not {check!r}: the plan is made.')
         is_offloading = any(stage.num_offloaded for stage in self.all_stages)
-        limits = {stage.memory_limit_bytes for stage in self.all_stages}
+        limits = {stage.memory_limit_bytes * self.stages_per_device for stage in self.all_stages}
         pipeline = Pipeline(
             batch_argnums=self.roles.batch_argnums,
             batch_argnames=self.roles.batch_argnames,
             microbatches=self.num_microbatches,
             schedules=(self.schedule,),
+            stages_per_device=max(self.stages_per_device, 2),
+            max_stages=max(len(self.stages), Pipeline.max_stages),
             batch_means=self.batch_means,
             residuals=("keep", "offload") if is_offloading else ("keep",),
         )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from cost.clusters import Cluster
 from cost.host_groups import Submesh
-from cost.pipeline_schedules import Schedule
+from cost.pipeline_schedules import Schedule, graph_of
 from cost.pipeline_steps import Overlap, pipeline_step
 from cost.pipeline_times import Simulation, StageTimes
 from diffshard.pipelines.cutting import CutStep
@@ -71,7 +71,8 @@ def planned_pipeline(
       given: shardings of the stages that are taken where they fit.
     """
     stages, cluster, chain, course = chosen.stages, options.cluster, search.chain, search.course
-    count, submeshes = search.num_microbatches, search.submeshes
+    count, submeshes, each = search.num_microbatches, search.submeshes, chosen.stages_per_device
+    device = graph_of(chosen.schedule, len(stages), count, each).device.tolist()
     staged, step = search.staged([stage.start for stage in stages])
     earlier = [] if given is None else given(staged)
 
@@ -86,8 +87,9 @@ def planned_pipeline(
             chosen.in_flight[i],
             is_donated=search.is_donated,
             time_limit_s=course.stage_limit_s(3 * len(stages) - i),  # each has two programs as well
+            stages_per_device=each,
         )
-        known = search.divisions.known_layout(Entry(*stages[i], chosen.in_flight[i]))
+        known = search.divisions_of(each).known_layout(Entry(*stages[i], chosen.in_flight[i]))
         known = earlier[i] if i < len(earlier) else known
         layout = (
             variants.chosen(chosen.recomputed[i], chosen.offloaded[i], known)
@@ -101,7 +103,8 @@ def planned_pipeline(
         return [solve_one(i) for i in range(len(stages))]
 
     layouts = shared_layouts(processes, staged, solve)
-    numbers = place_stages(cluster, [submeshes[stage.submesh] for stage in stages])
+    places = place_stages(cluster, [submeshes[stages[device.index(d)].submesh] for d in sorted(set(device))])
+    numbers = [places[d] for d in device]
     devices = []
     for stage, layout, own in zip(stages, layouts, numbers, strict=True):
         submesh = submeshes[stage.submesh]
@@ -118,12 +121,12 @@ def planned_pipeline(
         forward_s[i] += layout.offload_s
         backward_s[i] += layout.offload_s
     sends = [
-        sends_s(staged, cluster, i, submeshes[a.submesh], submeshes[b.submesh])
-        for i, (a, b) in enumerate(itertools.pairwise(stages))
+        (0.0, 0.0) if device[i] == device[i + 1] else sends_s(staged, cluster, i, submeshes[one], submeshes[other])
+        for i, (one, other) in enumerate(itertools.pairwise(stage.submesh for stage in stages))
     ]
     end_s = [layout.end_s for layout in layouts]
     times = StageTimes(forward_s, backward_s, [f for f, _ in sends], [b for _, b in sends])
-    price = partial(pipeline_step, times, chosen.schedule, count, end_s)
+    price = partial(pipeline_step, times, chosen.schedule, count, end_s, stages_per_device=each)
     overlap: Overlap = "none"
     if chosen.schedule == "2bw":
         free = [
@@ -146,12 +149,22 @@ def planned_pipeline(
             times.sends_after(i),
             int(simulation.in_flight[i]),
             arguments_of(step, staged, layouts[i], i),
+            each,
         )
         for i, stage in enumerate(stages)
     ]
     notes = (*chosen.notes, _KEPT_BOUND) if any(layout.recomputed for layout in layouts) else chosen.notes
     notes = (*notes, *_judged(plans)) if options.judge is not None else notes
-    plan = predicted_plan(options, search, chosen.schedule, planned, tried=chosen.tried, notes=notes, overlap=overlap)
+    plan = predicted_plan(
+        options,
+        search,
+        chosen.schedule,
+        planned,
+        tried=chosen.tried,
+        notes=notes,
+        overlap=overlap,
+        stages_per_device=each,
+    )
     return FoundPipeline(with_bound(plan, chosen.bound_s), step, staged, plans, simulation)
 
 
@@ -175,6 +188,7 @@ def predicted_plan(
     tried: Sequence[tuple[int, Schedule, float]],
     notes: Sequence[str],
     overlap: Overlap = "none",
+    stages_per_device: int = 1,
 ) -> PipelinePlanData:
     """Returns a plan with what its step takes by simulation, and without a bound.
 
@@ -187,6 +201,7 @@ def predicted_plan(
       tried: the numbers of micro-batches and schedules, and the step of each.
       notes: sentences for the user.
       overlap: how a step overlaps with the next one.
+      stages_per_device: how many stages each device holds.
     """
     plan = PipelinePlanData(
         function=getattr(options.fn, "__name__", "function"),
@@ -205,6 +220,7 @@ def predicted_plan(
         num_groups=search.num_groups,
         replicas=tuple(replicas),
         overlap=overlap,
+        stages_per_device=stages_per_device,
     )
     found = simulated(plan)
     return replace(plan, step_s=found.step_s, bubble=found.bubble)
@@ -227,6 +243,7 @@ def planned_stage(
     sends_s: tuple[float, float],
     in_flight: int,
     arguments: tuple[Tensor, ...],
+    stages_per_device: int = 1,
 ) -> PlannedStage:
     """Returns a stage as a plan shows it.
 
@@ -241,6 +258,7 @@ def planned_stage(
       sends_s: of a micro-batch to the next stage, and back from it.
       in_flight: how many micro-batches it keeps at most.
       arguments: those that it keeps.
+      stages_per_device: how many stages share the memory of its devices.
     """
     forward_s, backward_s, end_s = times_s
     return PlannedStage(
@@ -257,7 +275,7 @@ def planned_stage(
         send_backward_s=sends_s[1],
         in_flight=in_flight,
         peak_bytes=layout.peak_bytes,
-        memory_limit_bytes=float(memory_limit_of(options, submesh.kind)),
+        memory_limit_bytes=float(memory_limit_of(options, submesh.kind)) / stages_per_device,
         residual_bytes=layout.residual_bytes,
         recomputed_operations=len(layout.recomputed),
         recomputed_bytes=layout.recomputed_bytes,

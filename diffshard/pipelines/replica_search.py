@@ -22,6 +22,7 @@ from cost.host_groups import Submesh
 from cost.pipeline_schedules import Schedule, graph_of, kept_microbatches
 from cost.pipeline_times import StageTimes, balanced_microbatches, simulate
 from diffshard.base import InfeasibleError
+from diffshard.pipelines.even_division import even_submeshes
 from diffshard.pipelines.options import PipelineOptions, mesh_shape
 from diffshard.pipelines.solved_stages import FoundDivision
 from diffshard.pipelines.stage_plans import sends_s
@@ -266,18 +267,6 @@ def solve_replica_stage(
         options, part, stage, nothing, submesh, in_flight, is_donated=False, time_limit_s=time_limit_s
     )
     return variants.chosen(())
-
-
-def even_submeshes(cluster: Cluster, kind: int, num_stages: int) -> tuple[Submesh, ...] | None:
-    """Returns the largest submeshes of a kind that all stages can have alike; None if there are too few devices."""
-    hosts, possible = cluster.kinds[kind], []
-    for submesh in cluster.submeshes(kind):
-        if submesh.num_devices >= hosts.devices:
-            fits = hosts.count // (submesh.num_devices // hosts.devices)
-        else:
-            fits = hosts.count * (hosts.devices // submesh.num_devices)
-        possible += [submesh] if fits >= num_stages else []
-    return (max(possible, key=lambda submesh: submesh.num_devices),) * num_stages if possible else None
 
 
 def _times(

@@ -8,11 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-
 from cost.pipeline_schedules import Schedule
-from cost.pipeline_steps import pipeline_step
-from cost.pipeline_times import StageTimes
 from diffshard.base import InfeasibleError, PlanError
 from diffshard.deadline import Deadline
 from diffshard.live_progress import LiveLine
@@ -42,7 +38,6 @@ from diffshard.pipelines.plans.base import PipelinePlanData
 from diffshard.pipelines.replica_search import ChosenReplicas, choose_replicas, replicas_bound_s
 from diffshard.pipelines.replicated_pipeline import planned_replicas
 from diffshard.pipelines.solved_stages import FoundDivision
-from diffshard.pipelines.stage_search import BACKWARD_SHARE
 from diffshard.pipelines.step_search import StepSearch
 from diffshard.plans.formats import format_s
 from diffshard.processes import Processes
@@ -57,10 +52,15 @@ _LEAST_GAIN = 0.02
 """What another pipeline has to be estimated faster, relatively, for its programs to be planned."""
 
 
+class _Choice(NamedTuple):
+    search: StepSearch
+    schedule: Schedule
+    stages_per_device: int
+
+
 class _Simulated(NamedTuple):
     seconds: float
-    schedule: Schedule
-    search: StepSearch
+    choice: _Choice
     found: FoundDivision
 
 
@@ -234,18 +234,25 @@ def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], course: Co
     """
     searches, refused = _with_groups(searches)
     in_order = sorted(searches, key=lambda search: search.num_groups)
-    choices = list(itertools.product(in_order, options.pipeline.schedules))
+    choices = [
+        _Choice(search, schedule, stages_per_device)
+        for search, schedule in itertools.product(in_order, options.pipeline.schedules)
+        for stages_per_device in options.pipeline.stages_per_device_of(schedule)
+    ]
     simulated: list[_Simulated] = []
 
-    def candidate(number: int, search: StepSearch, schedule: Schedule) -> Candidate[_Simulated]:
+    def candidate(number: int, choice: _Choice) -> Candidate[_Simulated]:
+        search, schedule, stages_per_device = choice
+
         def solve(_: Deadline, cut_off_s: float) -> Outcome[_Simulated]:
             course.tries(search.num_microbatches, schedule, number, len(choices))
             if search.num_groups > 1:  # known before anything is solved
-                least_s = search.divisions.bound(schedule, cut_off_s, is_over=lambda: True)
+                least_s = search.bound(schedule, stages_per_device, cut_off_s, is_over=lambda: True)
                 if least_s >= cut_off_s:
                     raise CutOffError(least_s)
-            divisions = search.divisions.candidates(schedule, course.is_search_over)
-            found = [_Simulated(simulated_s(search, schedule, one), schedule, search, one) for one in divisions]
+            divisions = search.candidates(schedule, stages_per_device, course.is_search_over)
+            price = partial(search.divisions_of(stages_per_device).simulated_s, schedule)
+            found = [_Simulated(price(one, stages_per_device), choice, one) for one in divisions]
             if not found:
                 raise InfeasibleError("No division into stages fits the memory.")
             simulated.extend(found)
@@ -256,7 +263,7 @@ def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], course: Co
         return Candidate((search.num_microbatches, schedule), -math.inf, solve)
 
     outer = OuterSearch[_Simulated](course.deadline, last_share=SEARCH_SHARE)
-    outer.run(candidate(number, *choice) for number, choice in enumerate(choices, 1))
+    outer.run(candidate(number, choice) for number, choice in enumerate(choices, 1))
     if not simulated:
         raise nothing_found(options, searches, course.is_search_over)
     num_tried = sum(one.status != "not tried" for one in outer.tried)
@@ -273,21 +280,25 @@ def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], course: Co
     simulated.sort(key=lambda one: one.seconds)
     course.step("proving a bound")
     target_s, choices = simulated[0].seconds, choices[:num_tried]
-    bound_s = min(search.divisions.bound(schedule, target_s, course.is_proof_over) for search, schedule in choices)
+    bound_s = min(
+        search.bound(schedule, stages_per_device, target_s, course.is_proof_over)
+        for search, schedule, stages_per_device in choices
+    )
     course.bounded(bound_s)
     return tuple(
         ChosenPipeline(
-            one.search.num_microbatches,
-            one.schedule,
+            one.choice.search.num_microbatches,
+            one.choice.schedule,
             one.found.stages,
             tuple(entry.in_flight for entry in one.found.entries),
             bound_s,
             tuple((*key, seconds) for key, seconds in tried.items()),
-            one.search.num_groups,
+            one.choice.search.num_groups,
             (*refused, *_other_reduction(one, simulated)),
             recomputed=tuple(layout.recomputed for layout in one.found.layouts),
             offloaded=tuple(layout.offloaded for layout in one.found.layouts),
             estimate_s=one.seconds,
+            stages_per_device=one.choice.stages_per_device,
         )
         for one in simulated
     )
@@ -314,8 +325,8 @@ def _with_groups(searches: Sequence[StepSearch]) -> tuple[list[StepSearch], tupl
 
 def _other_reduction(best: _Simulated, simulated: Sequence[_Simulated]) -> list[str]:
     """Says how long a step takes if gradients are reduced in the way that was not chosen, if that was tried."""
-    is_once = best.search.num_groups > 1
-    others = [one.seconds for one in simulated if (one.search.num_groups > 1) != is_once]
+    is_once = best.choice.search.num_groups > 1
+    others = [one.seconds for one in simulated if (one.choice.search.num_groups > 1) != is_once]
     if not others:
         return []
     way = "in each micro-batch" if is_once else "once a step"
@@ -362,18 +373,6 @@ def _group_counts(options: PipelineOptions) -> list[int]:
     submeshes = options.cluster.submeshes()
     sizes = {submesh.num_devices for submesh in submeshes}.union(*(mesh_shape(s).values() for s in submeshes))
     return [*([1] if "each_microbatch" in ways else []), *(sorted(sizes - {1}) if "once" in ways else [])]
-
-
-def simulated_s(search: StepSearch, schedule: Schedule, found: FoundDivision) -> float:
-    """Returns the seconds of a step whose stages are solved, before their programs are planned one by one."""
-    count = search.num_microbatches
-    seconds = np.array([layout.seconds / count for layout in found.layouts])
-    sends = [
-        search.divisions.link_s[after.start, before.submesh, after.submesh] / 2
-        for before, after in zip(found.stages, found.stages[1:], strict=False)
-    ]
-    times = StageTimes(seconds * (1 - BACKWARD_SHARE), seconds * BACKWARD_SHARE, sends, sends)
-    return float(pipeline_step(times, schedule, count, [0.0] * len(seconds)).step_s)  # the ends are in `seconds`
 
 
 def _same(made: T) -> T:

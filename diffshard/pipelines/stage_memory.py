@@ -48,7 +48,7 @@ class ProgramMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class StageMemory:
-    """The memory of a stage, in bytes on each of its devices.
+    """The memory of a stage's devices while it runs, in bytes on each of them, with what their other stages keep.
 
     Attributes:
       programs: XLA's bytes of each program of the stage, by label.
@@ -144,6 +144,7 @@ class _Sizes:
 
     def __init__(self, calls: StageCalls, programs: dict[Label, ProgramMemory]):
         self._calls, self._programs = calls, programs
+        self._together = [[s for s, other in enumerate(calls.meshes) if other == mesh] for mesh in calls.meshes]
         zero: dict[str, Any] = dict.fromkeys(_COUNTED, 0)
         self.most = [{**zero, "peak": Label("begin", stage)} for stage in range(calls.staged.num_stages)]
 
@@ -164,9 +165,10 @@ class _Sizes:
     ) -> tuple[list[Any], list[Any]]:
         label = call.program.label
         now, on_host = {"step": 0, "sum": 0, "micro-batch": 0}, 0
-        for kind, array in self.step.arrays_of(label.stage):
-            now[kind] += array.num_bytes
-            on_host += array.host_bytes
+        for stage in self._together[label.stage]:
+            for kind, array in self.step.arrays_of(stage):
+                now[kind] += array.num_bytes
+                on_host += array.host_bytes
         most = self.most[label.stage]
         most["host_bytes"] = max(most["host_bytes"], on_host)
         for name, kind in (("step_bytes", "step"), ("sum_bytes", "sum"), ("microbatch_bytes", "micro-batch")):

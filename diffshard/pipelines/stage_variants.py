@@ -70,6 +70,7 @@ class StageVariants:
       in_flight: how many micro-batches it keeps at most.
       is_donated: whether the state may be overwritten.
       time_limit_s: for the solver, each time that it is called; None takes that of the options, or of a stage.
+      stages_per_device: how many stages share the memory of a device, in equal parts.
     """
 
     def __init__(
@@ -83,11 +84,12 @@ class StageVariants:
         *,
         is_donated: bool,
         time_limit_s: float | None = None,
+        stages_per_device: int = 1,
     ):
         self.options, self.staged, self.stage, self.replaced = options, staged, stage, replaced
         self.in_flight, self.is_donated, self.shape = in_flight, is_donated, mesh_shape(submesh)
         self.hardware = options.cluster.hardware(submesh.kind, self.shape)
-        self.memory_limit_bytes = memory_limit_of(options, submesh.kind)
+        self.memory_limit_bytes = memory_limit_of(options, submesh.kind) / stages_per_device
         self.uses = options.pipeline.residuals
         own_limit_s = STAGE_TIME_LIMIT_S if options.time_limit_s is None else options.time_limit_s
         self.time_limit_s = own_limit_s if time_limit_s is None else time_limit_s

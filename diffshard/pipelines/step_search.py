@@ -1,20 +1,22 @@
 """The search for the stages of a step in one number of micro-batches: its layers, and how stages of them are solved."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
+from cost.pipeline_schedules import BY_STAGES_LEFT, Schedule
 from diffshard.live_progress import LiveLine
 from diffshard.pipelines.course import Course
 from diffshard.pipelines.cutting import CutStep, UncutStep, cut_step
 from diffshard.pipelines.division_search import DivisionSearch
+from diffshard.pipelines.even_division import EvenDivisionSearch
 from diffshard.pipelines.layer_bounds import LayerBounds
 from diffshard.pipelines.layer_chain import LayerChain, layer_chain
 from diffshard.pipelines.options import PipelineOptions, memory_limit_of, mesh_shape
-from diffshard.pipelines.solved_stages import Entry
+from diffshard.pipelines.solved_stages import Entry, FoundDivision
 from diffshard.pipelines.stage_function import StageFunction
 from diffshard.pipelines.stage_search import StageLayout, stage_request
 from diffshard.pipelines.stage_variants import StageVariants
@@ -47,6 +49,7 @@ class StepSearch:
         self.submeshes = options.cluster.submeshes()
         self._least: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._staged: dict[tuple[int, int], tuple[StagedStep, CutStep]] = {}
+        self._divisions: dict[int, DivisionSearch] = {}
 
     @cached_property
     def chain(self) -> LayerChain:
@@ -58,18 +61,42 @@ class StepSearch:
             returned_bytes=of_group.returned_bytes * self.num_groups,
         )
 
-    @cached_property
+    @property
     def divisions(self) -> DivisionSearch:
-        """The search for stages; only the process that searches has one."""
-        return DivisionSearch(
-            self.chain,
-            self.num_microbatches,
-            self.options.cluster,
-            [memory_limit_of(self.options, kind) for kind in range(len(self.options.cluster.kinds))],
-            self._solve,
-            self.least_layer_s,
-            self.options.pipeline.max_stages,
-        )
+        """The search for stages that have their devices alone; only the process that searches has one."""
+        return self.divisions_of(1)
+
+    def divisions_of(self, stages_per_device: int) -> DivisionSearch:
+        """Returns the search for stages of which some share each device, and its memory in equal parts."""
+        if stages_per_device not in self._divisions:
+            kinds = range(len(self.options.cluster.kinds))
+            self._divisions[stages_per_device] = DivisionSearch(
+                self.chain,
+                self.num_microbatches,
+                self.options.cluster,
+                [memory_limit_of(self.options, kind) / stages_per_device for kind in kinds],
+                partial(self._solve, stages_per_device),
+                self.least_layer_s,
+                self.options.pipeline.max_stages,
+            )
+        return self._divisions[stages_per_device]
+
+    def candidates(
+        self, schedule: Schedule, stages_per_device: int, is_over: Callable[[], bool]
+    ) -> list[FoundDivision]:
+        """Finds divisions into stages for a schedule, which lets each device hold a number of them."""
+        if schedule in BY_STAGES_LEFT:
+            return self.divisions.candidates(schedule, is_over)
+        return self._even(schedule, stages_per_device).candidates(is_over)
+
+    def bound(self, schedule: Schedule, stages_per_device: int, target_s: float, is_over: Callable[[], bool]) -> float:
+        """Returns what every division takes at least, as `DivisionSearch.bound`."""
+        if schedule in BY_STAGES_LEFT:
+            return self.divisions.bound(schedule, target_s, is_over)
+        return self._even(schedule, stages_per_device).bound()
+
+    def _even(self, schedule: Schedule, stages_per_device: int) -> EvenDivisionSearch:
+        return EvenDivisionSearch(self.divisions_of(stages_per_device), schedule, stages_per_device)
 
     def request(self, entry: Entry) -> PlanRequest:
         """Returns the request for the sharding of a stage."""
@@ -90,7 +117,7 @@ class StepSearch:
             self._staged[interval] = self.staged(interval)
         return self._staged[interval]
 
-    def _solve(self, entry: Entry) -> StageLayout:
+    def _solve(self, stages_per_device: int, entry: Entry) -> StageLayout:
         staged, cut = self._with_stage(entry)
         try:
             layout = StageVariants(
@@ -102,6 +129,7 @@ class StepSearch:
                 entry.in_flight,
                 is_donated=self.is_donated,
                 time_limit_s=self.course.stage_limit_s(),
+                stages_per_device=stages_per_device,
             ).fastest()
             self.course.is_interrupted |= layout.is_interrupted
             return layout

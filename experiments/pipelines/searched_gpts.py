@@ -20,7 +20,6 @@ import numpy as np
 import diffshard
 from diffshard.pipelines.cutting import uncut_step
 from diffshard.pipelines.options import PipelineOptions, donated_arrays
-from diffshard.pipelines.search import simulated_s
 from diffshard.pipelines.stage_programme import Stage
 from diffshard.pipelines.step_search import StepSearch
 from experiments.pipelines.gpt_step import SIZES, GptSize, shapes, train_step
@@ -123,7 +122,7 @@ def equal_stages(options: PipelineOptions, size: GptSize, batch_size: int) -> Eq
             division = search.divisions.solved_division(stages, "1f1b")
             if division is not None:
                 devices = num_devices // num_stages
-                found.append(EqualStages(num_stages, devices, simulated_s(search, "1f1b", division)))
+                found.append(EqualStages(num_stages, devices, search.divisions.simulated_s("1f1b", division)))
     return min(found, key=lambda equal: equal.step_s, default=None)
 
 

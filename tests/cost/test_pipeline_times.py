@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cost.pipeline_schedules import BACKWARD, FORWARD, SEND_BACKWARD, SEND_FORWARD, graph_of, schedule_graph
 from cost.pipeline_times import StageTimes, lower_bound_s, simulate, soft_step_s
+from cost.schedule_orders.base import Operation
 
 EQUAL = StageTimes([1] * 4, [2] * 4, [1] * 3, [1] * 3)
 SCHEDULES = ("gpipe", "1f1b", "eager")
@@ -74,12 +75,12 @@ OPERATIONS = [(kind, m) for m in range(3) for kind in (FORWARD, BACKWARD)]
 @given(st.permutations(OPERATIONS), st.permutations(OPERATIONS), stage_times(5, 2))
 def test_no_order_of_operations_is_faster_than_the_bound(first, second, times):
     orders = []
-    for operations in (first, second)[: len(times.forward_s)]:
+    for stage, operations in enumerate((first, second)[: len(times.forward_s)]):
         order = list(operations)
         for m in range(3):  # backward after forward
             i, j = sorted((order.index((FORWARD, m)), order.index((BACKWARD, m))))
             order[i], order[j] = (FORWARD, m), (BACKWARD, m)
-        orders.append(order)
+        orders.append([Operation(kind, stage, m) for kind, m in order])
     try:
         graph = schedule_graph(orders, 3)
     except ValueError:  # each waits for the other
@@ -154,7 +155,9 @@ def test_the_soft_step_approaches_the_step_and_its_gradient_is_that_of_differenc
         (StageTimes([], [], [], []), 8, "1f1b", "`num_stages` must be a whole number"),
         (EQUAL, 0, "1f1b", "`num_microbatches` must be a whole number, 1 or more, not 0"),
         (EQUAL, 2.5, "1f1b", "`num_microbatches` must be a whole number"),
-        (EQUAL, 8, "interleaved", "`schedule` must be one of"),
+        (EQUAL, 8, "backwards", "`schedule` must be one of"),
+        (EQUAL, 7, "interleaved", "`num_microbatches` must be a multiple of the 2 devices"),
+        (StageTimes([1], [1], [], []), 8, "interleaved", "`num_stages` must be a multiple of `stages_per_device`, 2"),
         (EQUAL, 8, "zb-h1", "`weights_s` must be given"),
         (EQUAL._replace(weights_s=[1] * 4), 8, "1f1b", "`weights_s` must be given"),
     ],
@@ -166,4 +169,4 @@ def test_wrong_arguments_are_named(times, num_microbatches, schedule, message):
 
 def test_stages_that_wait_for_each_other_are_refused():
     with pytest.raises(ValueError, match="wait for each other"):
-        schedule_graph([[(BACKWARD, 0), (FORWARD, 0)], [(FORWARD, 0), (BACKWARD, 0)]], 1)
+        schedule_graph([[Operation(kind, stage, 0) for kind in (BACKWARD, FORWARD)] for stage in range(2)], 1)

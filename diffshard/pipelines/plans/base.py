@@ -60,8 +60,8 @@ class PlannedStage:
       end_s: predicted, of the end of the step, such as the optimiser's update.
       send_forward_s, send_backward_s: of one micro-batch, to the next stage and back from it; 0 for the last stage.
       in_flight: how many micro-batches it keeps at most.
-      peak_bytes: predicted, of each device.
-      memory_limit_bytes: of each device.
+      peak_bytes: predicted, of each device; of this stage alone where it holds several.
+      memory_limit_bytes: of each device; where it holds several stages, an equal part for each of them.
       residual_bytes: of each device, what one micro-batch leaves for its backward pass.
       arguments: those that it keeps, with their shardings.
       recomputed_operations: how many operations of the forward pass run again in the backward pass.
@@ -146,6 +146,7 @@ class PipelinePlanData(Certified):
       decisions: the stages, their shardings and the plans of their programs, from which any process makes the programs
         again; a plan that was made without them can only be shown.
       batch_means: which means over the batch gradients read (`Pipeline.batch_means`).
+      stages_per_device: how many stages each device holds.
       stored_in: the file of a store from which it was taken instead of a search; "" if it was searched.
     """
 
@@ -172,6 +173,7 @@ class PipelinePlanData(Certified):
     question: str = ""
     decisions: tuple[Decision, ...] = ()
     batch_means: BatchMeans = "whole"
+    stages_per_device: Count = 1
     stored_in: str = field(default="", compare=False)
 
     @property

@@ -51,7 +51,8 @@ def simulated_steps(plan: PipelinePlanData) -> StepsInTurn:
 
 def _simulated(plan: PipelinePlanData, stages: Sequence[PlannedStage], num_microbatches: int) -> PipelineStep:
     ends = [stage.end_s for stage in stages]
-    return pipeline_step(_times(stages), plan.schedule, num_microbatches, ends, plan.overlap)
+    each = plan.stages_per_device
+    return pipeline_step(_times(stages), plan.schedule, num_microbatches, ends, plan.overlap, each)
 
 
 def _times(stages: Sequence[PlannedStage]) -> StageTimes:
@@ -128,7 +129,12 @@ def _check_layers(plan: PipelinePlanData) -> None:
 
 
 def _check_devices(plan: PipelinePlanData) -> None:
-    devices = [device for stage in plan.all_stages for device in stage.devices]
+    groups: dict[int, tuple[int, ...]] = {}
+    for i, (group, stage) in enumerate(zip(simulated(plan).simulation.graph.device.tolist(), plan.stages, strict=True)):
+        if groups.setdefault(group, stage.devices) != stage.devices:
+            raise ValueError(f"`stages[{i}].devices` must be {groups[group]} with {plan.schedule!r}")
+    of_replicas = (stage.devices for replica in plan.replicas for stage in replica.stages)
+    devices = [device for own in (*groups.values(), *of_replicas) for device in own]
     if max(devices) >= plan.num_devices or len(set(devices)) < len(devices):
         raise ValueError(
             f"`devices` of the stages must be different numbers below `num_devices`, {plan.num_devices}, not {devices}"

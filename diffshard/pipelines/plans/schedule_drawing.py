@@ -77,7 +77,12 @@ def boxes_of_one_step(plan: PipelinePlanData, exchange: Exchange, seconds: float
     """
     simulation = simulated(plan).simulation
     first_s, last_s = exchange.weights_s, exchange.weights_s + simulation.step_s
-    longest_end_s = max(stage.end_s for stage in plan.stages)
+    device = simulation.graph.device.tolist()
+    ends_s: list[float] = []  # of the stages of a device one after the other
+    for i, stage in enumerate(plan.stages):
+        earlier_s = [s for s, other in zip(ends_s, device, strict=False) if other == device[i]]
+        ends_s.append(stage.end_s + max(earlier_s, default=0.0))
+    longest_end_s = max(ends_s)
     drawn_s = max(last_s + exchange.sums_s + longest_end_s, seconds)
     until_s = drawn_s - longest_end_s
     boxes: dict[tuple[int | None, int], list[Box]] = {}
@@ -87,7 +92,7 @@ def boxes_of_one_step(plan: PipelinePlanData, exchange: Exchange, seconds: float
             boxes[kind, i] = [
                 Box(
                     KINDS[kind],
-                    str(simulation.graph.microbatch[n]),
+                    f"{simulation.graph.microbatch[n]}{_mark(device, i)}",
                     first_s + float(simulation.start_s[n]),
                     first_s + float(simulation.end_s[n]),
                 )
@@ -96,11 +101,16 @@ def boxes_of_one_step(plan: PipelinePlanData, exchange: Exchange, seconds: float
         others = [
             Box("weights arrive", "", 0.0, first_s),
             Box("sums are sent", "", last_s, last_s + exchange.sums_s),
-            Box("end of step", "end", until_s, until_s + stage.end_s),
+            Box("end of step", "end", until_s + ends_s[i] - stage.end_s, until_s + ends_s[i]),
         ]
         boxes[None, i] = [box for box in others if box.end_s > box.start_s]
     busy = [float(s) / until_s if until_s else 1.0 for s in simulation.busy_s]
     return Drawing(boxes, busy, drawn_s)
+
+
+def _mark(device: Sequence[int], stage: int) -> str:
+    """Returns what tells the micro-batches of a device's stages apart: nothing for the first stage, then ' and ''."""
+    return "'" * list(device[:stage]).count(device[stage])
 
 
 def boxes_of_many_steps(plan: PipelinePlanData) -> Drawing:
@@ -171,22 +181,32 @@ def schedule_elements(plan: PipelinePlanData, exchange: Exchange | None = None, 
         used.update(box.kind for box in boxes)
         rows.append(f"<div class='{style}'>{''.join(_element(box, drawing.seconds) for box in boxes)}</div>")
 
+    together: dict[tuple[int, ...], list[int]] = {}
     for i, stage in enumerate(plan.stages):
-        devices = f"{len(stage.devices)} x {escape(stage.hardware)}"
+        together.setdefault(stage.devices, []).append(i)
+    for of_device in together.values():
+        first = plan.stages[of_device[0]]
+        layers = ", ".join(layer_range(plan.stages[i]) for i in of_device)
+        waits = format_percent(1.0 - sum(drawing.busy[i] for i in of_device))
+        name = f"stage{'s' if len(of_device) > 1 else ''} {', '.join(map(str, of_device))}"
         rows.append(
-            f"<div class=title>stage {i} <span class=dim>layers {layer_range(stage)}, {devices}, waits "
-            f"{format_percent(1.0 - drawing.busy[i])} of the time</span></div>"
+            f"<div class=title>{name} <span class=dim>layers {layers}, {len(first.devices)} x "
+            f"{escape(first.hardware)}, waits {waits} of the time</span></div>"
         )
-        boxes = sorted((*drawing.boxes[FORWARD, i], *drawing.boxes[BACKWARD, i]), key=lambda box: box.start_s)
-        add_row("lane", [*_few(boxes), *drawing.boxes[None, i]])
-        if i + 1 < len(plan.stages):
+
+        def boxes_of(*kinds: int | None, stages: Sequence[int] = of_device) -> list[Box]:
+            return sorted((b for k in kinds for i in stages for b in drawing.boxes[k, i]), key=lambda box: box.start_s)
+
+        add_row("lane", [*_few(boxes_of(FORWARD, BACKWARD)), *boxes_of(None)])
+        if len(of_device) > 1 or of_device[0] + 1 < len(plan.stages):
             for kind in (SEND_FORWARD, SEND_BACKWARD):
-                add_row("lane thin", _few(drawing.boxes[kind, i]))
+                add_row("lane thin", _few(boxes_of(kind)))
     ends = f"<div class=ends><span>0 s</span><span>{format_s(drawing.seconds)}</span></div>"
     key = "".join(
         f'<span><i style="background:{_COLOURS[kind]}"></i>{kind}</span>' for kind in _COLOURS if kind in used
     )
     key += '<span><i style="background:var(--track)"></i>waiting</span>'
+    key += "<span>1': of a device's second stage</span>" if plan.stages_per_device > 1 else ""
     key += "<span>pale: of the steps before and after</span>" if overlaps else ""
     return f"<div class=lanes>{''.join(rows)}</div>{ends}<div class=key>{key}</div>"
 
@@ -202,7 +222,8 @@ def _few(boxes: Sequence[Box]) -> list[Box]:
 
 def _element(box: Box, step_s: float) -> str:
     left, width = (100 * seconds / (step_s or 1.0) for seconds in (box.start_s, box.end_s - box.start_s))
-    of = f" of micro-batch {box.text}" if box.text.isdigit() else ""
+    number = box.text.rstrip("'")
+    of = f" of micro-batch {number}" if number.isdigit() else ""
     other = " of another step" if box.is_faded else ""
     title = f"{box.kind}{of}{other}: {format_s(box.end_s - box.start_s)} from {format_s(box.start_s)}"
     is_thin = box.kind.startswith("sending")

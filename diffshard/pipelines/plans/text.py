@@ -29,6 +29,7 @@ _SCHEDULES = {
     "gpipe": "all forward operations first",
     "1f1b": "forward and backward operations alternate",
     "eager": "as 1f1b, with more micro-batches in flight",
+    "interleaved": "as 1f1b, with several stages on each device",
     "2bw": "as 1f1b, and a step begins before the one before it has ended. Results differ from those of the step: "
     "gradients are of the weights of one step ago",
 }
@@ -71,7 +72,7 @@ def format_pipeline_in_line(plan: PipelinePlanData) -> str:
 
 def pipeline_headline(plan: PipelinePlanData) -> str:
     """Returns what a plan is of: `train_step: 3 stages on 6 of 8 devices, 2 hosts of 4 x H100-80GB`."""
-    used = sum(len(stage.devices) for stage in plan.all_stages)
+    used = len({device for stage in plan.all_stages for device in stage.devices})
     devices = format_count(plan.num_devices, "device")
     devices = devices if used == plan.num_devices else f"{used} of {devices}"
     stages = stages_words(plan)
@@ -80,7 +81,8 @@ def pipeline_headline(plan: PipelinePlanData) -> str:
 
 def stages_words(plan: PipelinePlanData) -> str:
     """Returns how many stages and replicas there are: `2 replicas of 4 stages`."""
-    stages = format_count(len(plan.stages), "stage")
+    each = f" ({plan.stages_per_device} on each device)" if plan.stages_per_device > 1 else ""
+    stages = format_count(len(plan.stages), "stage") + each
     return f"{len(plan.replicas) + 1} replicas of {stages}" if plan.replicas else stages
 
 

@@ -7,7 +7,7 @@ import optax
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from cost.pipeline_schedules import graph_of
+from cost.pipeline_schedules import checked_stages_per_device, graph_of
 from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.execution import StagedExecution
 from diffshard.pipelines.microbatches import trace_in_microbatches
@@ -106,11 +106,13 @@ def by_example(mesh, aval):
 
 
 def small_execution(step, counts, num_microbatches, schedule, stored=replicated, order=None, **options):
-    """Returns a step on stages of some numbers of devices, and the tree of its results."""
+    """Returns a step on meshes of some numbers of devices, of which each has as many stages as the schedule needs."""
     traced = trace_in_microbatches(step, num_microbatches, BatchArguments((1,), ()), arguments(), {})
     parts = step_parts(traced.function)
-    staged = staged_step(parts, even_cuts(parts, len(counts)))
-    graph, on = graph_of(schedule, len(counts), num_microbatches), meshes(counts, order)
+    num_stages = len(counts) * checked_stages_per_device(schedule, None)
+    staged = staged_step(parts, even_cuts(parts, num_stages))
+    graph, groups = graph_of(schedule, num_stages, num_microbatches), meshes(counts, order)
+    on = [groups[device] for device in graph.device]
     sharding_of = lambda stage, key: stored(on[stage], staged.avals[key])  # noqa: E731
     return StagedExecution(staged, on, graph, sharding_of, **options), traced.result
 

@@ -8,13 +8,15 @@ import pytest
 
 import diffshard
 from cost.base import Link
-from cost.pipeline_schedules import Schedule, graph_of, kept_microbatches
+from cost.pipeline_schedules import Schedule, graph_of, in_flight, kept_microbatches
 from cost.pipeline_times import StageTimes, simulate
 from diffshard.base import InfeasibleError
 from diffshard.pipelines.division_search import DivisionSearch
+from diffshard.pipelines.even_division import EvenDivisionSearch, even_submeshes
 from diffshard.pipelines.layer_chain import LayerChain
-from diffshard.pipelines.solved_stages import Entry
+from diffshard.pipelines.solved_stages import Entry, FoundDivision
 from diffshard.pipelines.stage_plans import place_stages
+from diffshard.pipelines.stage_programme import Stage
 from diffshard.pipelines.stage_search import StageLayout, StageMemoryError
 
 M = 4
@@ -28,7 +30,8 @@ class Solver:
     Each micro-batch that is kept needs memory, and so does each layer.
     """
 
-    def __init__(self, seed, num_layers, memory_of_layer=10.0, cluster=CLUSTER, speeds=(1.0,)):
+    def __init__(self, seed, num_layers, memory_of_layer=10.0, cluster=CLUSTER, speeds=(1.0,), memory=MEMORY):
+        self.memory = memory
         random = np.random.default_rng(seed)
         self.each_s, self.end_s = random.uniform(1, 3, num_layers), random.uniform(0, 10, num_layers)
         slow_links = 1e6 if seed % 2 else 1.0  # then a link takes about as long as a layer
@@ -51,7 +54,7 @@ class Solver:
     def __call__(self, entry):
         """Returns the layout of a stage."""
         peak = self.memory_of_layer * (entry.end - entry.start) * (1 + entry.in_flight) / 2
-        if peak > MEMORY:
+        if peak > self.memory:
             raise StageMemoryError("too much", is_proven=True)
         each_s, end_s = self.times(entry)
         residual = self.memory_of_layer * (entry.end - entry.start) / 2
@@ -64,7 +67,7 @@ def search(solver, num_layers, max_stages=3, cluster=CLUSTER):
     cuts, signatures = (unused,) * (num_layers - 1), tuple(range(num_layers))
     zeros = np.zeros(num_layers)
     chain = LayerChain(cuts, zeros, solver.sent, zeros, signatures, (), unused, unused)
-    memory = [MEMORY for _ in cluster.kinds]
+    memory = [solver.memory for _ in cluster.kinds]
     return DivisionSearch(chain, M, cluster, memory, solver, solver.least, max_stages)
 
 
@@ -108,6 +111,32 @@ def test_the_bound_is_below_all_divisions_and_the_found_one_is_near_the_best(see
     assert 0.8 * best_s <= found.bound(schedule, np.inf, lambda: False) <= best_s * (1 + 1e-12)
     assert division is not None
     assert simulated_s(solver, [tuple(stage) for stage in division.stages], schedule) <= 1.15 * best_s
+
+
+@pytest.mark.parametrize(("schedule", "each"), [("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2)])
+@pytest.mark.parametrize("seed", range(3))
+def test_even_divisions_are_near_the_best_one_of_all_that_fit(seed, schedule, each):
+    """Beside each division into stages of two equal meshes, with a part of the memory for each stage of a device."""
+    num_layers, size = 7, 2 * each
+    solver = Solver(seed, num_layers, memory=MEMORY / each)
+    divisions = search(solver, num_layers, max_stages=size)
+    evenly = EvenDivisionSearch(divisions, schedule, each)
+    kept = in_flight(graph_of(schedule, size, M, each)).tolist()
+    both = even_submeshes(CLUSTER, 0, 2)
+    assert both
+    submesh = solver.submeshes.index(both[0])
+    best_s = np.inf
+    for cuts in itertools.combinations(range(1, num_layers), size - 1):
+        stages = tuple(Stage(a, b, submesh) for a, b in itertools.pairwise((0, *cuts, num_layers)))
+        entries = tuple(Entry(*stage, k) for stage, k in zip(stages, kept, strict=True))
+        layouts = tuple(layout for entry in entries if (layout := divisions.known.layout(entry)) is not None)
+        if len(layouts) == size:
+            one = FoundDivision(stages, entries, layouts, 0.0)
+            best_s = min(best_s, divisions.simulated_s(schedule, one, each))
+    found = [one for one in evenly.candidates(lambda: False) if len(one.stages) == size]
+    assert bool(found) == np.isfinite(best_s)
+    assert all(one.bound_s <= 1.15 * best_s for one in found)
+    assert evenly.bound() <= best_s
 
 
 @pytest.mark.parametrize("slowdown", [1, 4])

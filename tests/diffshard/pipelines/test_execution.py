@@ -31,6 +31,7 @@ from tests.diffshard.pipelines.small_pipeline import (
         (train_step, (4, 4), 4, "1f1b"),
         (remat_step, (4, 2, 2), 8, "eager"),
         (train_step, (1, 2, 1, 4), 16, "gpipe"),
+        (remat_step, (4, 4), 4, "interleaved"),
     ],
 )
 def test_results_are_those_of_one_device(step, counts, num_microbatches, schedule):
@@ -94,9 +95,10 @@ def test_a_copy_to_other_shards_counts_as_one_that_waits():
     assert execution.copied.blocked_s > 0
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "eager", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", "eager", "gpipe", "interleaved"])
 def test_a_stage_keeps_residuals_of_the_micro_batches_in_flight(schedule):
-    execution, _ = small_execution(train_step, (2, 2, 2, 2), 4, schedule)
+    counts = (4, 4) if schedule == "interleaved" else (2, 2, 2, 2)
+    execution, _ = small_execution(train_step, counts, 4, schedule)
     staged, calls = execution.calls.staged, execution.calls.calls
     alive, most = {}, Counter()
 

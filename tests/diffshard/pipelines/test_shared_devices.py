@@ -1,0 +1,105 @@
+"""Pipelines whose devices hold several stages are searched, shown, saved, applied, and compute what one device does."""
+
+import re
+from dataclasses import replace
+
+import jax
+import pytest
+
+import diffshard
+from diffshard.base import PlanError
+from diffshard.pipelines.plans.file import from_json, to_json
+from tests.diffshard.pipelines.small_pipeline import arguments, check_close, train_step
+from tests.diffshard.pipelines.small_pipeline_plan import GIB, small_pipeline_plan, stage
+
+
+def test_an_interleaved_pipeline_has_the_results_of_one_device(tmp_path):
+    args, devices = arguments(), jax.devices()
+    cluster = diffshard.Cluster.from_devices(devices, hardware="h100")
+    pipeline = diffshard.Pipeline(microbatches=4, schedules=("interleaved",), max_stages=4, residuals=("keep",))
+    step = diffshard.search(train_step, cluster, pipeline=pipeline)
+    plan = step.plan(*args)
+    assert (plan.schedule, plan.stages_per_device, len(plan.stages)) == ("interleaved", 2, 4)
+    numbers = [stage.devices for stage in plan.stages]
+    assert numbers[:2] == numbers[2:] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert [stage.in_flight for stage in plan.stages] == [4, 3, 2, 1]
+    assert plan.lower_bound_s <= plan.step_s
+    assert "4 stages (2 on each device) on 8 devices" in str(plan)
+    expected = jax.jit(train_step)(*args)
+    for _ in range(2):
+        found = step(*args)
+        check_close(found, expected)
+        args, expected = (found[0], args[1]), jax.jit(train_step)(expected[0], args[1])
+    plan.save(tmp_path / "plan.json")
+    applied = diffshard.PipelinePlan.load(tmp_path / "plan.json").apply(train_step, cluster)
+    check_close(applied(*args), expected)
+
+
+def interleaved_plan(**changes):
+    """Four stages on two halves of four devices; a micro-batch takes 1 ms forward and 2 ms backward in each of them.
+
+    Two devices of 4 micro-batches are busy for 24 ms and wait for 3 ms; then they update two stages, 1 ms each.
+    """
+    stages = [
+        replace(
+            stage(0, ((0, 1), (2, 3))[i % 2], "A100-80GB", ()),
+            first_layer=i,
+            last_layer=i,
+            in_flight=4 - i,
+            peak_bytes=GIB,
+            memory_limit_bytes=8 * GIB,
+            forward_s=1e-3,
+            backward_s=2e-3,
+            send_forward_s=0.0,
+            send_backward_s=0.0,
+            end_s=1e-3,
+        )
+        for i in range(4)
+    ]
+    fields = {"num_layers": 4, "num_devices": 4, "schedule": "interleaved", "stages_per_device": 2}
+    times = {"step_s": 29e-3, "bubble": 3 / 27, "lower_bound_s": 26e-3}
+    return small_pipeline_plan(**{"stages": tuple(stages), **fields, **times, "tried": (), **changes})
+
+
+def test_a_page_has_a_row_for_each_device_with_all_of_its_stages():
+    page = interleaved_plan().html()
+    titles = re.findall("<div class=title>(.*?) <span class=dim>(.*?)</span>", page)
+    assert titles == [
+        (f"stages {i}, {i + 2}", f"layers {i}, {i + 2}, 2 x A100-80GB, waits 11% of the time") for i in (0, 1)
+    ]
+    assert "1&#x27;: of a device" in page or "1': of a device" in page
+    assert len(re.findall("forward of micro-batch 3", page)) == 4
+    assert from_json(to_json(interleaved_plan()), "plan", diffshard.PipelinePlan) == interleaved_plan()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stages_per_device": 4}, r"`stages\[1\].devices` must be \(0, 1\) with 'interleaved'"),
+        ({"schedule": "1f1b"}, "`stages_per_device` must be 1 with '1f1b', not 2"),
+        ({"num_microbatches": 5}, "`num_microbatches` must be a multiple of the 2 devices"),
+        ({"stages": interleaved_plan().stages[:2] + interleaved_plan().stages[:1:-1]}, "must begin with layer 2"),
+        (
+            {"stages": tuple(replace(s, devices=(i, i + 4)) for i, s in enumerate(interleaved_plan().stages))},
+            r"stages\[2\]",
+        ),
+    ],
+)
+def test_a_damaged_plan_is_refused(changes, message):
+    with pytest.raises(PlanError, match=message):
+        from_json(to_json(interleaved_plan(**changes)), "plan", diffshard.PipelinePlan)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stages_per_device": 1}, "`Pipeline.stages_per_device` must be whole numbers, 2 or more, not 1"),
+        ({"stages_per_device": ()}, "`Pipeline.stages_per_device` must be whole numbers, 2 or more"),
+        ({"max_stages": 3}, "`Pipeline.max_stages` must be 4 or more with the schedule 'interleaved'"),
+        ({"microbatches": (1, 5)}, "`Pipeline.microbatches` must have a multiple of 2 to 4 devices"),
+        ({"max_replicas": 2}, "`Pipeline.max_replicas` must be 1 with the schedule 'interleaved'"),
+    ],
+)
+def test_options_that_no_interleaved_pipeline_can_have_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        diffshard.Pipeline(**{"schedules": ("1f1b", "interleaved"), **options})
