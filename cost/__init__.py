@@ -8,7 +8,7 @@
   one is a file with an `EXAMPLE`; `tests/conformance/test_cost_models.py` finds it.
 - What was measured of GPUs: `measured_rates.py` has laws of products and attention, `measured_presets.py` hardware with
   them.
-- Hardware: `presets.py` has the common kinds, `dtypes.py` the widths of their types, `networks.py` says which link a
+- Hardware: `presets.py` has the common kinds, `networks.py` says which link a
   mesh axis gets, `clusters.py` joins hosts of several kinds (`host_groups.py`), `calibration.py` measures it, and
   `lines.py` fits lines to what was measured.
 """

@@ -12,7 +12,6 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from cost.dtypes import kind_and_bits
 from cost.lines import Line
 from cost.measured_rates import NOT_MEASURED, MeasuredRates
 from cost.number_ranges import Count
@@ -343,3 +342,25 @@ def _check_cost(name: str, value: float) -> None:
         raise ValueError(
             f"`{name}` must be a finite number of seconds, zero or more and at most {LARGEST_S:.0e}, not {value!r}."
         )
+
+
+_KIND_AND_BITS = {
+    **{f"float{bits}": ("float", bits) for bits in (16, 32, 64)},
+    **{f"{sign}int{bits}": ("int", bits) for sign in ("", "u") for bits in (2, 4, 8, 16, 32, 64)},
+    "bfloat16": ("float", 16),
+    "complex64": ("float", 32),
+    "complex128": ("float", 64),
+    "bool": ("int", 8),
+}
+
+
+def kind_and_bits(dtype: str) -> tuple[str, int]:
+    """Returns "float" or "int", and the width of one number in bits; of a complex number that of its real part."""
+    if dtype.startswith(("float8", "float4")):
+        return "float", int(dtype[5])
+    if dtype in _KIND_AND_BITS:
+        return _KIND_AND_BITS[dtype]
+    # Random keys and whatever dtype comes next: 32 bits of integer arithmetic is what they are made of.
+    if dtype.startswith("key<") or dtype == "float0":
+        return "int", 32
+    raise ValueError(f"`dtype` {dtype!r} is not a dtype's name such as 'float32', 'bfloat16' or 'int8'.")

@@ -15,8 +15,7 @@ from cost.base import Problem
 from cost.evaluation import evaluate
 from cost.number_ranges import Amount, AmountOrInf, AnyNumber, Index
 from diffshard.base import Proposal, Solver
-from diffshard.pipelines.slowest_stage import least_sum_and_slowest
-from diffshard.pipelines.stage_programme import Submesh
+from diffshard.pipelines.stage_programme import Submesh, least_sum_and_slowest
 from diffshard.plans.certificate import History, check_certificate
 from diffshard.plans.documents import PLACEMENT, RecordFile
 from diffshard.plans.formats import format_bytes, format_count, format_s, format_table

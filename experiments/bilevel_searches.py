@@ -14,7 +14,7 @@ import optax
 import diffshard
 from cost.evaluation import evaluate
 from diffshard.bilevel_search.base import BilevelState, Increase, TrainingProgress
-from diffshard.bilevel_search.curvature import curvature
+from diffshard.bilevel_search.search import curvature
 from experiments import bilevel_training as task
 from search_spaces.base import Batch, Choice, LossySpace, Params, RelaxedChoice
 from search_spaces.communication.space import CommunicationSpace

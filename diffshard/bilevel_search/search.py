@@ -1,4 +1,9 @@
-"""The entry `bilevel`: one jitted step trains the parameters and updates the choice."""
+"""The entry `bilevel`: one jitted step trains the parameters and updates the choice.
+
+Small errors act on the loss through its second derivatives, which the exact model's gradients give: the mean of g gᵀ
+over the data stands for the Hessian, as it may for log-likelihoods, so that one backward pass of the exact model
+predicts the increase of every strategy at once.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +15,7 @@ import optax
 
 from cost.base import Problem, num_strategies
 from diffshard.bilevel_search import inputs
-from diffshard.bilevel_search.base import BilevelMetrics, BilevelState, Increase, LossFn
-from diffshard.bilevel_search.curvature import curvature
+from diffshard.bilevel_search.base import BilevelMetrics, BilevelState, Increase, LossFn, TrainingProgress
 from diffshard.bilevel_search.inputs import Mesh
 from diffshard.bilevel_search.objective import objective_of
 from diffshard.bilevel_search.plans.base import Proof
@@ -20,7 +24,27 @@ from diffshard.bilevel_search.proving import CandidatesData
 from diffshard.bilevel_search.relaxation import softmax_choice
 from diffshard.bilevel_search.spaces import Space, as_space_fn
 from diffshard.bilevel_search.step import Settings, Step, step_in
-from search_spaces.base import Batch, Params, SearchSpace
+from search_spaces.base import Batch, LossySpace, Params, RelaxedChoice, SearchSpace
+
+
+def curvature(
+    space: LossySpace,
+    params: Params,
+    batch: Batch,
+    relaxed_choice: RelaxedChoice,
+    key: jax.Array,
+    progress: TrainingProgress,
+) -> jax.Array:
+    """Returns Σ_v ⟨p_v, increases_v⟩: the space's predicted increases, linear in the relaxed choice p; see `Increase`.
+
+    An error e of a result is predicted to increase the loss by ½ E[(g·e)²], an error of a gradient by ¼ Σ η e², with η
+    the optimiser's step sizes. For cross-entropy the first is right to second order. Of other losses, such as a mean
+    square, it can be far too small: it then ranks strategies, but only training (`prove`) can keep a bound.
+    """
+    increases = space.loss_increases(params, batch, key, step_sizes=progress.step_sizes, step=progress.step)
+    terms = zip(relaxed_choice, jax.lax.stop_gradient(increases), strict=True)
+    return sum((weights @ increase for weights, increase in terms), start=jnp.zeros(()))
+
 
 CHOICE_EVERY = 8
 """Steps of the parameters to one of the choice, by default: looking at the choice costs several training steps."""

@@ -13,7 +13,7 @@ from jaxlib.mlir.dialects import sdy
 from jaxlib.mlir.passmanager import PassManager
 
 from cost.base import CollectiveKind
-from diffshard.checks.collective_records import CollectiveRecord, axes_of_groups, axes_of_pairs, bits_of_dtype
+from diffshard.checks.collectives import CollectiveRecord, axes_of_groups, axes_of_pairs, bits_of_dtype
 
 _PASSES = (
     "builtin.module(sdy-propagation-pipeline,"

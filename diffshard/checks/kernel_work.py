@@ -21,7 +21,7 @@ from typing import NamedTuple
 from cost.base import AttentionWork, CollectiveKind, Hardware
 from cost.collectives import collective_s
 from cost.networks import SwitchedHost
-from diffshard.checks.collective_records import bits_of_dtype
+from diffshard.checks.collectives import bits_of_dtype
 from diffshard.checks.hlo import Computation, Instruction, Module, arrays, parts_of_tuple, size
 
 # Instructions that start no kernel: names for buffers, and constants.

@@ -17,7 +17,7 @@ import numpy as np
 from cost.memory import least_memory
 from diffshard.base import InfeasibleError
 from diffshard.baselines.plans import plans_of_baselines
-from diffshard.checks.collective_records import with_reduce_scatters
+from diffshard.checks.collectives import with_reduce_scatters
 from diffshard.checks.explicit_collectives import explicit_collectives
 from diffshard.checks.targets import Target
 from diffshard.checks.verify import predicted_sent_bytes, sent_bytes

@@ -30,8 +30,16 @@ from diffshard.experts.arguments import (
     checked_works,
 )
 from diffshard.experts.assignment import LEVELLING, assign_experts
-from diffshard.experts.candidates import candidate_groups, equal_runs, lower_bounds_s, nearest_order
-from diffshard.experts.divisions import MOST_WORKERS, Division, best_division, divisions_by_merging
+from diffshard.experts.divisions import (
+    MOST_WORKERS,
+    Division,
+    best_division,
+    candidate_groups,
+    divisions_by_merging,
+    equal_runs,
+    lower_bounds_s,
+    nearest_order,
+)
 from diffshard.experts.plans import GroupPlan, status_of
 from diffshard.outer_search import Candidate, Outcome, OuterSearch
 from diffshard.solving.solve import SolveOptions, checked_solve_options, solve

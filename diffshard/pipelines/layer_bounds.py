@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh
 
 from cost.base import Hardware, Problem
 from diffshard.pipelines.cutting import UncutStep, cut_step
-from diffshard.pipelines.layer_chain import LayerChain
+from diffshard.pipelines.layer_graphs import LayerChain
 from diffshard.pipelines.stage_function import StageFunction
 from diffshard.pipelines.stage_lifetimes import weigh
 from diffshard.sharding_search.options import Options

@@ -13,7 +13,7 @@ from cost.pipeline_steps import Overlap, pipeline_step
 from cost.pipeline_times import Simulation, StageTimes
 from diffshard.pipelines.cutting import CutStep
 from diffshard.pipelines.decisions import ChosenPipeline, shared_layouts
-from diffshard.pipelines.layer_chain import LayerChain
+from diffshard.pipelines.layer_graphs import LayerChain
 from diffshard.pipelines.options import PipelineOptions, memory_limit_of, mesh_shape
 from diffshard.pipelines.overlapped_steps import chosen_overlap, overlap_bytes
 from diffshard.pipelines.plans.base import PipelinePlanData, PlannedReplica, PlannedStage

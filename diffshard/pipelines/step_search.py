@@ -14,7 +14,7 @@ from diffshard.pipelines.cutting import CutStep, UncutStep, cut_step
 from diffshard.pipelines.division_search import DivisionSearch
 from diffshard.pipelines.even_division import EvenDivisionSearch
 from diffshard.pipelines.layer_bounds import LayerBounds
-from diffshard.pipelines.layer_chain import LayerChain, layer_chain
+from diffshard.pipelines.layer_graphs import LayerChain, layer_chain
 from diffshard.pipelines.options import PipelineOptions, memory_limit_of, mesh_shape
 from diffshard.pipelines.solved_stages import Entry, FoundDivision
 from diffshard.pipelines.stage_function import StageFunction

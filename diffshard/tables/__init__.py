@@ -8,12 +8,11 @@
 `shard_tables` is in `search.py`, `TablePlan` in `plan.py`.
 
 Planning: `solving.py` chooses the search; `annealing.py` with `chains.py` is the default one, and `bound.py` has the
-lower bound and the enumeration of few placements. `learning.py` measures (`measurements.py`) and trains a
+lower bound and the enumeration of few placements. `measurements.py` measures and trains a
 `LearnedTableCost`, and `learned_annealing.py` searches with it.
 
 Running: `layout.py` says where each piece of a table lies in the arrays of its device (`arrays.py`). The programs of
-all devices are in `programs.py`, with what they send in `exchanges.py` and their rows in `device_rows.py` and
-`host_rows.py`.
+all devices are in `programs.py`, with what they send in `exchanges.py` and rows in memory of hosts in `host_rows.py`.
 """
 
 from typing import TYPE_CHECKING
@@ -23,8 +22,8 @@ from diffshard.public_names import lazy_names
 if TYPE_CHECKING:
     from diffshard.tables.arrays import padded_ids as padded_ids
     from diffshard.tables.learned_cost import LearnedTableCost as LearnedTableCost
-    from diffshard.tables.learning import host_table_cost as host_table_cost
-    from diffshard.tables.learning import learn_table_cost as learn_table_cost
+    from diffshard.tables.measurements import host_table_cost as host_table_cost
+    from diffshard.tables.measurements import learn_table_cost as learn_table_cost
     from diffshard.tables.plan import TablePlan as TablePlan
     from diffshard.tables.search import shard_tables as shard_tables
     from search_spaces.embedding_tables.base import EmbeddingTable as EmbeddingTable

@@ -23,9 +23,8 @@ from diffshard.solving.flat import numpy_generator
 from diffshard.solving.phases.base import Clock
 from diffshard.solving.phases.improving import Balancing
 from diffshard.solving.solvers import gradient
-from diffshard.tables.bound import enumerated, lower_bound_s
+from diffshard.tables.bound import StrategyArrays, enumerated, lower_bound_s, strategy_arrays
 from diffshard.tables.chains import SCHEDULE, Schedule, SummedChains, scaled
-from diffshard.tables.strategy_arrays import StrategyArrays, strategy_arrays
 from search_spaces.embedding_tables.space import EmbeddingTableSpace
 
 _MOST_MEMORY_PRICE = 1000.0

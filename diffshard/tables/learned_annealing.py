@@ -17,9 +17,9 @@ import numpy as np
 from cost.pooled_networks import HEAD
 from diffshard.base import Progress
 from diffshard.solving.flat import numpy_generator
+from diffshard.tables.bound import strategy_arrays
 from diffshard.tables.chains import SCHEDULE, Chains, Schedule, scaled
 from diffshard.tables.learned_cost import LearnedTableCost, device_sums, piece_added_s
-from diffshard.tables.strategy_arrays import strategy_arrays
 from search_spaces.embedding_tables.base import EVERY_DEVICE
 from search_spaces.embedding_tables.prices import piece_features
 from search_spaces.embedding_tables.space import EmbeddingTableSpace

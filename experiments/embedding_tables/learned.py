@@ -25,8 +25,13 @@ from cost.base import Hardware
 from cost.embedding_tables import step_s
 from diffshard.tables import learned_annealing
 from diffshard.tables.learned_cost import LearnedTableCost, device_sums
-from diffshard.tables.learning import host_table_cost, learn_table_cost
-from diffshard.tables.measurements import MeasuredSeconds, device_seconds, exchange_seconds
+from diffshard.tables.measurements import (
+    MeasuredSeconds,
+    device_seconds,
+    exchange_seconds,
+    host_table_cost,
+    learn_table_cost,
+)
 from diffshard.tables.search import solve_space
 from experiments.embedding_tables import tasks
 from experiments.embedding_tables.__main__ import ColumnsOnlySpace

@@ -18,8 +18,14 @@ from search_spaces.base import Batch, Choice, LossAndGradients, Params, Part, Pe
 from search_spaces.communication.base import CollectiveStrategy, Site
 from search_spaces.communication.costs import GroupCosts, explain, group_costs, group_seconds, site_bytes
 from search_spaces.communication.device_step import DeviceStep, choice_as_indices
-from search_spaces.communication.emulation import WholeStep, emulate, on_devices
-from search_spaces.communication.one_device import OneDeviceCheck, OneDeviceLoss, largest_epsilon
+from search_spaces.communication.emulation import (
+    OneDeviceCheck,
+    OneDeviceLoss,
+    WholeStep,
+    emulate,
+    largest_epsilon,
+    on_devices,
+)
 from search_spaces.communication.sites import checked_strategies, find_sites, group_sites, trace_loss
 from search_spaces.communication.strategies import DEFAULT, Exact, LastGradient
 

@@ -16,5 +16,5 @@ by
   two executors: `execution.py` constrains whole arrays, and `device_program.py` runs on the blocks of each device
   (`local_blocks.py` has the collectives, `local_operations.py` the operations, `whole_operations.py` those that have no
   form on blocks). `schedule.py` has the vocabulary of when collectives start and end, and `scheduling.py` decides it,
-  window by window of `windows.py`.
+  window by window.
 """

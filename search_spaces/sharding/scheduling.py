@@ -28,8 +28,15 @@ from search_spaces.sharding.graph import (
 )
 from search_spaces.sharding.product_formats import FORMATS
 from search_spaces.sharding.resharding import Paths, is_message_coded
-from search_spaces.sharding.schedule import Fetch, FetchStage, Pause, ProgramSchedule
-from search_spaces.sharding.windows import Windows, straight_lines, windows_around
+from search_spaces.sharding.schedule import (
+    Fetch,
+    FetchStage,
+    Pause,
+    ProgramSchedule,
+    Windows,
+    straight_lines,
+    windows_around,
+)
 
 # A window's products take at least this many latencies of the slowest link, so that a collective's latency is a small
 # part of the window. Chosen by `python -m experiments.schedule`: on a decoder for 32 GPUs 6, 12, 24 and 40 give steps

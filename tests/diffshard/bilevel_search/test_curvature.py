@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from diffshard.bilevel_search.base import TrainingProgress
-from diffshard.bilevel_search.curvature import curvature
+from diffshard.bilevel_search.search import curvature
 from tests.diffshard.bilevel_search.perturbed import Perturbed, batch_of, start
 
 SPACE = Perturbed([[0.0, 0.3, -0.7], [0.0, 0.5]], [[2.0, 1.5, 1.0], [3.0, 1.0]])

@@ -10,8 +10,8 @@ import pytest
 
 import diffshard
 from cost.base import Problem
-from diffshard.bilevel_search.curvature import curvature
 from diffshard.bilevel_search.relaxation import best_of, one_hot
+from diffshard.bilevel_search.search import curvature
 from search_spaces.numbered import NumberedSpace
 from tests.diffshard.bilevel_search.perturbed import ERRORS, SECONDS, Perturbed, batch_of, mixed_increase, start
 from tests.diffshard.bilevel_search.small_search import EXACT_COST, KEY, plain_loss, run, small_search

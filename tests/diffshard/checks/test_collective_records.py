@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cost.collectives import collective_sent_bytes
-from diffshard.checks.collective_records import (
+from diffshard.checks.collectives import (
     CollectiveRecord,
     axes_of_groups,
     axes_of_pairs,

@@ -9,8 +9,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diffshard.checks.collective_records import with_reduce_scatters
-from diffshard.checks.collectives import hlo_collectives
+from diffshard.checks.collectives import hlo_collectives, with_reduce_scatters
 
 MESH = {"data": 2, "model": 4}
 

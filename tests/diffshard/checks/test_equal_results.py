@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from diffshard.checks.equal_results import assert_equal_results
 from tests.diffshard.checks.megatron_block import SHAPES, block, block_mesh, parallel_block
+from tests.equal_results import assert_equal_results
 
 
 def _arguments():

@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diffshard.checks.collective_records import with_reduce_scatters
+from diffshard.checks.collectives import with_reduce_scatters
 from diffshard.checks.explicit_collectives import explicit_collectives
 
 

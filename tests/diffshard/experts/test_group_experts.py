@@ -7,8 +7,7 @@ import pytest
 
 import diffshard
 from cost.expert_groups import ExpertStep, ExpertWorkers, group_s, step_s
-from diffshard.experts.candidates import lower_bounds_s
-from diffshard.experts.divisions import Division, best_division, divisions_by_merging
+from diffshard.experts.divisions import Division, best_division, divisions_by_merging, lower_bounds_s
 from experiments.expert_groups import STEP, group, irregular_cluster, random_cluster
 from search_spaces.expert_groups import ExpertGroupSpace
 from tests.cost.test_expert_groups_cost import WORKERS, golden_step

@@ -12,7 +12,7 @@ from cost.base import Hardware, Link
 from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.cutting import cut_step, uncut_step
 from diffshard.pipelines.layer_bounds import LayerBounds
-from diffshard.pipelines.layer_chain import layer_chain
+from diffshard.pipelines.layer_graphs import layer_chain
 from diffshard.pipelines.stage_function import StageFunction
 from diffshard.pipelines.stage_search import search_stage
 from search_spaces.pipelines.stage_programs import staged_step

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from diffshard.pipelines.slowest_stage import least_sum_and_slowest, slowest_of
-from diffshard.pipelines.stage_programme import Submesh, limited_sum_objective
+from diffshard.pipelines.stage_programme import Submesh, least_sum_and_slowest, limited_sum_objective, slowest_of
 from tests.diffshard.pipelines.test_stage_programme import all_divisions, value_of
 
 

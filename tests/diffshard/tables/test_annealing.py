@@ -14,10 +14,9 @@ from cost.evaluation import evaluate
 from diffshard.solving.presolve.base import identity
 from diffshard.solving.solve import solve
 from diffshard.tables import annealing
-from diffshard.tables.bound import lower_bound_s
+from diffshard.tables.bound import lower_bound_s, strategy_arrays
 from diffshard.tables.chains import SCHEDULE, Chains, Schedule, SummedChains, scaled
 from diffshard.tables.solving import solve_space
-from diffshard.tables.strategy_arrays import strategy_arrays
 from experiments.embedding_tables import tasks
 from experiments.embedding_tables.baselines import beam_s
 from search_spaces.embedding_tables.base import EmbeddingTable, TableDevices

@@ -19,7 +19,6 @@ from diffshard.tables import (
     host_table_cost,
     learn_table_cost,
     learned_annealing,
-    learning,
     measurements,
     shard_tables,
 )
@@ -93,7 +92,7 @@ def test_a_cost_is_saved_whole(cost, space, tmp_path):
 
 def test_costs_are_learned_from_the_devices_at_hand(monkeypatch, space):
     """Two samples do not say much; that they are enough to price placements shows that all parts fit."""
-    monkeypatch.setattr(learning, "LEAST_SAMPLES", 2)
+    monkeypatch.setattr(measurements, "LEAST_SAMPLES", 2)
     monkeypatch.setattr(pooled_networks, "_STEPS", 5)
     monkeypatch.setattr(measurements, "_BATCH_SIZES", (64,))
     monkeypatch.setattr(measurements, "_MOST_PIECES", 1)

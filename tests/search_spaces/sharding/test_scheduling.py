@@ -12,8 +12,8 @@ import diffshard
 from cost.base import Hardware, Link
 from search_spaces.sharding import scheduling
 from search_spaces.sharding.graph import Vertex, is_contraction, leads_to_contraction
+from search_spaces.sharding.schedule import Windows, straight_lines
 from search_spaces.sharding.scheduling import held_positions
-from search_spaces.sharding.windows import Windows, straight_lines
 from tests.search_spaces.sharding.small_spaces import array, graph_of, hardware_of, space_of
 
 LAYERS, WIDTH, ROWS = 5, 32, 4096

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from search_spaces.sharding.graph import Vertex, is_contraction, leads_to_contraction
-from search_spaces.sharding.windows import straight_lines, windows_around
+from search_spaces.sharding.schedule import straight_lines, windows_around
 from tests.search_spaces.sharding.small_spaces import EXAMPLES, array, graph_of
 
 
