@@ -48,6 +48,7 @@ from search_spaces.sharding.explaining import NextBest, Summary
 from search_spaces.sharding.graph import Operand, Value, Vertex
 from search_spaces.sharding.memory import lifetimes_of
 from search_spaces.sharding.space import ShardingSpace
+from search_spaces.sharding.step_quantities import computing_of
 
 LAST_PROBLEM_SHARE = 0.9
 """The share of the time limit after which no further problem is begun: presolve alone can take what is left."""
@@ -252,7 +253,7 @@ def make_plan(request: PlanRequest, solution: Solution) -> Plan:
         whole_work=whole_work_of(request, summary.layout),
         memory=memory_profile_of(traced_function.graph, summary.memory),
         objective=objective,
-        computing=PredictedComputing(*space.computing(summary.layout)),
+        computing=PredictedComputing(*computing_of(space.graph, summary.layout, space.node_costs)),
         timeline=predicted_timeline(space, summary.layout) if executor == "program" else None,
         function_digest=function_digest(traced_function),
         residuals=planned_residuals(traced_function, space, summary.layout),

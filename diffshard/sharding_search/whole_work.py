@@ -9,13 +9,13 @@ from diffshard.plans.sections import WholeWork, WholeWorkWarning, warning_of
 from diffshard.sharding_search.request import PlanRequest
 from search_spaces.sharding.base import Layout
 from search_spaces.sharding.explaining import sources_of
-from search_spaces.sharding.whole_work import UnevenDimension
+from search_spaces.sharding.whole_work import UnevenDimension, whole_work
 
 
 def whole_work_of(request: PlanRequest, layout: Layout) -> tuple[WholeWork, ...]:
     """Returns the arithmetic that a layout of a request's space leaves whole because it cannot be split."""
     space, found = request.space, []
-    for work in space.whole_work(layout):
+    for work in whole_work(space.graph, space.rules, space.nodes, layout.strategies, space.node_costs, space.loaded):
         (name, where), *others = sources_of(space.graph.vertices[i] for i in work.vertices)
         record = WholeWork(
             operations=f"{name} ({where})" + (f" and {format_count(len(others), 'other kind')}" if others else ""),

@@ -4,7 +4,7 @@ The graph is evaluated again on whole arrays. Every result, every step of a resh
 constraint, so that the compiler finds the layout's own collectives the cheapest way between them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -45,6 +45,26 @@ def make_layout(
         for output, argument in zip(graph.outputs, graph.feedback, strict=True)
     ]
     return Layout(tuple(strategies), tuple(value_specs), tuple(inputs), tuple(outputs))
+
+
+def chosen_layout(graph: Graph, strategies: list[ShardingStrategy], hub_node: Mapping[int, int]) -> Layout:
+    """Returns the layout of a strategy for each node, where values with a hub are read and kept as the hub says.
+
+    Args:
+      strategies: of the vertices, then of the hubs.
+      hub_node: the index of the node of a value's hub, by the value's id.
+    """
+    value_specs = []
+    for value in graph.values:
+        hub = hub_node.get(value.id)
+        made_spec = strategies[value.vertex].results[value.result]
+        value_specs.append(made_spec if hub is None else strategies[hub].results[0])
+    chosen = list(strategies[: len(graph.vertices)])
+    for value_id, hub in hub_node.items():
+        if strategies[hub].kept_in:
+            vertex = graph.values[value_id].vertex
+            chosen[vertex] = chosen[vertex]._replace(kept_in=strategies[hub].kept_in)
+    return make_layout(graph, chosen, value_specs)
 
 
 class Execution:

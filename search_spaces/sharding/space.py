@@ -45,7 +45,7 @@ from search_spaces.sharding.base import Coded, Edge, FormatKey, GivenSpec, Layou
 from search_spaces.sharding.codes import has_feedback
 from search_spaces.sharding.device_program import DeviceProgram
 from search_spaces.sharding.edge_costs import edges_of, transfer_matrices
-from search_spaces.sharding.execution import Execution, make_layout
+from search_spaces.sharding.execution import Execution, chosen_layout
 from search_spaces.sharding.explaining import (
     StepPrediction,
     Summary,
@@ -68,19 +68,15 @@ from search_spaces.sharding.schedule import ProgramSchedule
 from search_spaces.sharding.scheduling import held_positions, make_schedule
 from search_spaces.sharding.shardy import rules_of
 from search_spaces.sharding.step_quantities import (
-    Computing,
-    computing_of,
     preference_problem,
     step_problem,
     step_quantities,
 )
 from search_spaces.sharding.sum_residuals import bytes_of_strategies
 from search_spaces.sharding.tracing import build_graph, feedback_of
-from search_spaces.sharding.whole_work import WholeWork, notes_of, whole_work
+from search_spaces.sharding.whole_work import notes_of
 
-_ON_PRICES = frozenset(
-    {"node_costs", "_problem", "quantities", "preference_problem", "step_problem", "least_compute_s"}
-)
+_ON_PRICES = frozenset({"node_costs", "problem", "quantities", "preference_problem", "step_problem", "least_compute_s"})
 """What of a space depends on the seconds of its nodes."""
 _ON_NODES = frozenset({"formats_of", "nodes", "_strategy_numbers", "alike", "usages", "_transfer_matrices"})
 """What of a space depends on the strategies of its nodes."""
@@ -104,10 +100,9 @@ class ShardingSpace:
       as_program: whether operations are split only in ways that have a form on one device's part (`whole_operations`);
         without it, only in ways that XLA's partitioner computes rightly (`partitioner_faults`).
       loaded: flat arguments that hosts load anew for each step: none is left whole on several hosts if it divides.
-      format_price_s: by the index of a product's vertex and the name of a format, the seconds that it costs to have it
-        in that: those that its part in the loss is worth. Its strategies are there again for each format, after those
-        as they are. Products that are not listed stay as they are. For other keys the same: of partial sums the
-        strategies that leave them are there again for each format.
+      format_price_s: seconds that it costs to have something in a format, those that its part in the loss is worth: by
+        the index of a product's vertex and the name of the format, or by `Coded`. Its strategies are there again for
+        each format, after those as they are. What is not listed stays as it is.
     """
 
     graph: Graph
@@ -120,11 +115,6 @@ class ShardingSpace:
     as_program: bool = False
     loaded: frozenset[int] = frozenset()
     format_price_s: Mapping[FormatKey, float] = field(default_factory=dict)
-
-    @property
-    def problem(self) -> Problem:
-        """The space as a problem in seconds and bytes, built once."""
-        return self._problem
 
     def with_formats(self, price_s: Mapping[FormatKey, float]) -> "ShardingSpace":
         """Returns the space with these free to be in fewer bits; what does not depend on it is not made again."""
@@ -203,23 +193,12 @@ class ShardingSpace:
     def layout(self, choice: Sequence[int]) -> Layout:
         """Returns the strategies and specs that a choice means; raises `ValueError` as `decode`."""
         pairs = zip(self.nodes, checked_choice(self.problem, choice), strict=True)
-        strategies = [node.strategies[s] for node, s in pairs]
-        value_specs = []
-        for value in self.graph.values:
-            hub = self.hub_node.get(value.id)
-            made_spec = strategies[value.vertex].results[value.result]
-            value_specs.append(made_spec if hub is None else strategies[hub].results[0])
-        for value_id, hub in self.hub_node.items():
-            if strategies[hub].kept_in:
-                vertex = self.graph.values[value_id].vertex
-                strategies[vertex] = strategies[vertex]._replace(kept_in=strategies[hub].kept_in)
-        return make_layout(self.graph, strategies[: len(self.graph.vertices)], value_specs)
+        return chosen_layout(self.graph, [node.strategies[s] for node, s in pairs], self.hub_node)
 
     def predict(self, choice: Sequence[int]) -> StepPrediction:
         """Returns what a choice costs as numbers for vertices and collectives; raises `ValueError` as `decode`."""
-        return predict(
-            self.graph, self.nodes, self.edges, self.node_costs, self.axis_names, self.layout(choice), choice
-        )
+        layout = self.layout(choice)
+        return predict(self.graph, self.nodes, self.edges, self.node_costs, self.axis_names, layout, choice)
 
     def execution(self, layout: Layout, mesh: Mesh | AbstractMesh) -> Execution:
         """Returns the function with a layout on a mesh whose axes are the space's."""
@@ -326,18 +305,16 @@ class ShardingSpace:
     def usages_with(self, lifetimes: Lifetimes) -> Usages:
         """Returns the usages if values lived for other times, as they do where other arguments are donated."""
         held = held_positions(self.graph, self.axis_sizes, self.hardware, self.reshard_costs.path)
-        residuals = Residuals(self.graph, lifetimes, self.hub_node.keys()).of_value if self._has_kept else None
-        with_feedback = {key[0] for key in self.format_price_s if isinstance(key, Coded) and has_feedback(key.format)}
+        codes = [key for key in self.format_price_s if isinstance(key, Coded)]
+        has_kept = any(key.kind == "kept" for key in codes)
+        residuals = Residuals(self.graph, lifetimes, self.hub_node.keys()).of_value if has_kept else None
+        with_feedback = {key.vertex for key in codes if has_feedback(key.format)}
         residual_bytes = bytes_of_strategies(
             self.reshard_costs.path, [self.nodes[vertex] for vertex in sorted(with_feedback)], any(self.donated)
         )
         return usages_of(
             self.graph, self.nodes, self.hub_node, lifetimes, self.axis_sizes, held, residuals, residual_bytes
         )
-
-    @property
-    def _has_kept(self) -> bool:
-        return any(isinstance(key, Coded) and key.kind == "kept" for key in self.format_price_s)
 
     @cached_property
     def node_costs(self) -> NodeCosts:
@@ -367,14 +344,6 @@ class ShardingSpace:
         """What a reader of a plan should know: loops of unknown length, operations that run whole on every device."""
         return notes_of(self.graph, self.rules, self.axis_names, self.axis_sizes, self.as_program)
 
-    def computing(self, layout: Layout) -> Computing:
-        """Returns the computing of a layout divided into products and memory traffic."""
-        return computing_of(self.graph, layout, self.node_costs)
-
-    def whole_work(self, layout: Layout) -> list[WholeWork]:
-        """Returns the arithmetic that a layout leaves whole because it cannot be split, the most expensive first."""
-        return whole_work(self.graph, self.rules, self.nodes, layout.strategies, self.node_costs, self.loaded)
-
     @cached_property
     def quantities(self) -> Quantities:
         """What an objective of a step reads, see `search_spaces.sharding.step_quantities`."""
@@ -395,7 +364,8 @@ class ShardingSpace:
         return transfer_matrices(self.edges, self.nodes, self.reshard_costs, self.node_costs.shares)
 
     @cached_property
-    def _problem(self) -> Problem:
+    def problem(self) -> Problem:
+        """The space as a problem in seconds and bytes, built once."""
         matrices = self._transfer_matrices
         return Problem(
             node_cost=self.node_costs.all_s(self.nodes, self.forms),

@@ -9,7 +9,7 @@ import diffshard
 from search_spaces.sharding.base import Coded
 from search_spaces.sharding.coded_sums import can_be_coded, part_residuals, sum_in_parts
 from search_spaces.sharding.codes import FORMATS, SUMS, has_feedback, precision_of, sums_in
-from search_spaces.sharding.memory_use import memory_use
+from search_spaces.sharding.memory import memory_use
 from search_spaces.sharding.sum_residuals import refitted, residual_of, trips_of
 from tests.search_spaces.sharding.test_coded_sums import WIDTH, arrays, product, space_for, summed
 

@@ -7,7 +7,7 @@ import pytest
 
 from cost.base import Hardware
 from search_spaces.sharding.space import ShardingSpace
-from search_spaces.sharding.whole_work import UnevenDimension
+from search_spaces.sharding.whole_work import UnevenDimension, whole_work
 from tests.search_spaces.sharding.small_spaces import array, graph_of, hardware_of
 
 FAST = Hardware("arithmetic only", 1e6, float("inf"), float("inf"), hardware_of("xy").links)
@@ -33,7 +33,8 @@ def work_of(space, wanted):
         next((s for s, strategy in enumerate(node.strategies) if node.hub is None and wanted(node.vertex, strategy)), 0)
         for node in space.nodes
     ]
-    return space.whole_work(space.layout(choice))
+    strategies = space.layout(choice).strategies
+    return whole_work(space.graph, space.rules, space.nodes, strategies, space.node_costs, space.loaded)
 
 
 def replicated(vertex, strategy):
