@@ -28,6 +28,7 @@ from search_spaces.pipelines.batch_states import (
     is_linear,
     make_where_read,
     named,
+    reshaped,
     spec_of,
     splits_groups,
     strategy_of,
@@ -35,7 +36,7 @@ from search_spaces.pipelines.batch_states import (
 )
 from search_spaces.pipelines.forward_backward import is_transposed
 from search_spaces.replay import REMAT
-from search_spaces.sharding.base import Rule
+from search_spaces.sharding.base import Rule, ShardingStrategy
 from search_spaces.sharding.given import rank_of
 from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex, is_contraction
 from search_spaces.sharding.whole_operations import runs_whole
@@ -179,6 +180,8 @@ class _Tracer:
         if rule is None:
             raise DivisionError(f"{named(vertex)} has no sharding rule that says what becomes of a part of the batch.")
         splits = [(i, state) for i, state in enumerate(states) if isinstance(state, Split)]
+        if vertex.primitive == "reshape" and self._reshape(vertex, splits[0][1]):
+            return
         factors = {rule.operands[i][state.dim][0] for i, state in splits if rule.operands[i][state.dim]}
         strategy = None if len(factors) != 1 else factor_strategy(vertex, rule, min(factors), self.axis_sizes[0])
         if strategy is None or any(strategy.operands[i][state.dim] != (0,) for i, state in splits):
@@ -190,6 +193,19 @@ class _Tracer:
         if runs_whole(vertex, strategy, self.axis_sizes) or splits_groups(vertex, strategy):
             raise DivisionError(f"{named(vertex)} has no form on a part of the batch.")
         self.flow.run_in_parts(vertex, rule, strategy, int(run))
+
+    def _reshape(self, vertex: Vertex, state: Split) -> bool:
+        """Splits the result of a reshape where the runs of each micro-batch lie in it; returns whether they do."""
+        (operand,), (value,) = vertex.operands, vertex.results
+        assert isinstance(operand, Value)
+        inside = reshaped(state, operand.shape, value.shape, self.axis_sizes[0])
+        if inside is None:
+            return False
+        specs = (spec_of(state, len(operand.shape)),), (spec_of(inside, len(value.shape)),)
+        self.flow.strategies[vertex.index] = ShardingStrategy(*specs, self.axis_sizes[0], ((),), specs[1])
+        self.flow.operand_runs[vertex.index, 0] = self.flow.runs[vertex.index] = state.run
+        self.put(value, inside)
+        return True
 
     def region(self, region: Region, *, is_inside: bool) -> None:
         name = region.equation.primitive.name
