@@ -209,6 +209,7 @@ FUNCTIONS = {
         without_faulty_replicas,
         (WEIGHTS, (jnp.concatenate([X, 2 * X]), jnp.tile(LABELS, (2, 1)))),
     ),
+    "means of groups": (lambda weights, x: jnp.sin(x.reshape(1, 8, 6, 12)).mean(1) @ weights["up"], (WEIGHTS, X)),
     "counted loop": (counted_loop, (WEIGHTS, X)),
     "carried key": (carried_key, (WEIGHTS, X)),
     "balanced experts": (balanced_experts, (jnp.stack([jnp.eye(12)] * 3), X)),
