@@ -183,8 +183,12 @@ def show_plan(options: argparse.Namespace) -> int:
 
 
 def diff_plans(options: argparse.Namespace) -> int:
-    """Prints what differs between two saved plans of `search`, and returns the exit code."""
-    print(_plan_of_search(options.plan).diff(_plan_of_search(options.other)))
+    """Prints what differs between two saved plans of one kind, and returns the exit code."""
+    plan, other = _read(options.plan), _read(options.other)
+    if isinstance(plan, PipelinePlan) and isinstance(other, PipelinePlan):
+        print(plan.diff(other) or "Both plans are the same, but for how they were found.")
+    else:
+        print(_plan_of_search(options.plan).diff(_plan_of_search(options.other)))
     return 0
 
 
@@ -229,7 +233,9 @@ def _read(path: str) -> Plan | PipelinePlan | BilevelPlan:
 def _plan_of_search(path: str) -> Plan:
     plan = _read(path)
     if not isinstance(plan, Plan):
-        raise UsageError(f"{path} is a plan of another kind; only plans of `search` on one mesh can be compared")
+        raise UsageError(
+            f"{path} is a plan of another kind; plans of `search` are compared on one mesh, or as pipelines"
+        )
     return plan
 
 

@@ -179,7 +179,8 @@ def divided_call(
     """
     graph = build_graph(call.program, [None] * len(call.program.jaxpr.outvars), call.paths)
     try:
-        flow = batch_flow(graph, rules_of(graph), call.batch, count, estimates_sums=estimates_sums)
+        rules = rules_of(graph)
+        flow = batch_flow(graph, rules, call.batch, count, num_groups=num_groups, estimates_sums=estimates_sums)
     except DivisionError as error:
         raise ValueError(_why_not_divided(call, count_name, error)) from None
     return MicrobatchedFunction(graph, flow, count, num_groups)

@@ -24,9 +24,13 @@ from diffshard.pipelines.plans.page import format_pipeline_page
 from diffshard.pipelines.plans.text import format_pipeline_in_line, format_pipeline_plan
 from diffshard.plans.file import from_json as plan_from_json
 from diffshard.plans.page_elements import framed
+from diffshard.plans.plan_record import difference_in_lines
 from diffshard.processes import Processes
 from diffshard.sharding_search.fingerprints import digest_of
 from diffshard.sharding_search.plan import Plan
+
+_NOT_COMPARED = ("search_s", "tried", "facts", "question", "decisions")
+"""How a plan was found, and what programs are made of."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,15 @@ class PipelinePlan(PipelinePlanData):
 
     def _repr_html_(self) -> str:
         return framed(self.html())
+
+    def diff(self, other: "PipelinePlan") -> str:
+        """Returns a line for each value that another plan has otherwise, as `num_microbatches: 8 → 16`; "" for none.
+
+        What was tried, and the plans of the stages' programs, are left out; those of `programs()` have a `diff` each.
+        """
+        if not isinstance(other, PipelinePlan):
+            raise PlanError(f"A PipelinePlan can be compared with its own kind, not a {type(other).__name__}.")
+        return difference_in_lines(to_json(self), to_json(other), without=_NOT_COMPARED)
 
     def programs(self) -> dict[str, Plan]:
         """Returns the plans of the stages' programs by name, such as "stage_0_forward"; each is a plan of its own."""

@@ -61,15 +61,26 @@ class PlanRecord(Certified):
         """Returns a line for each value that another plan has otherwise, as `busy_s[2]: 0.5 → 0.25`; empty for none."""
         if type(other) is not type(self):
             raise PlanError(f"A {type(self).__name__} can be compared with its own kind, not a {type(other).__name__}.")
-        values, others = (dict(_leaves(plan._file.to_json(plan))) for plan in (self, other))
-        lines = [
-            f"{name}: {values.get(name, 'nothing')} → {others.get(name, 'nothing')}"
-            for name in {**values, **others}
-            if values.get(name) != others.get(name) and not name.startswith(_NOT_COMPARED)
-        ]
-        if len(lines) > _MOST_DIFFERENCES:
-            lines[_MOST_DIFFERENCES:] = [f"and {len(lines) - _MOST_DIFFERENCES} more values"]
-        return "\n".join(lines)
+        return difference_in_lines(*(plan._file.to_json(plan) for plan in (self, other)), without=_NOT_COMPARED)
+
+
+def difference_in_lines(values: Any, others: Any, *, without: tuple[str, ...]) -> str:
+    """Returns a line for each value of JSON values that others have otherwise; of many the first ones, of none "".
+
+    Args:
+      values: of the first plan.
+      others: of the second plan.
+      without: beginnings of the names of values that are not compared.
+    """
+    first, second = dict(_leaves(values)), dict(_leaves(others))
+    lines = [
+        f"{name}: {first.get(name, 'nothing')} → {second.get(name, 'nothing')}"
+        for name in {**first, **second}
+        if first.get(name) != second.get(name) and not name.startswith(without)
+    ]
+    if len(lines) > _MOST_DIFFERENCES:
+        lines[_MOST_DIFFERENCES:] = [f"and {len(lines) - _MOST_DIFFERENCES} more values"]
+    return "\n".join(lines)
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -14,6 +14,7 @@ such as examples times positions, is split in runs of that length.
 """
 
 from collections.abc import Iterable, Sequence
+from math import prod
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from search_spaces.pipelines.batch_states import (
     is_linear,
     make_where_read,
     named,
+    reshaped,
     spec_of,
     splits_groups,
     strategy_of,
@@ -35,7 +37,7 @@ from search_spaces.pipelines.batch_states import (
 )
 from search_spaces.pipelines.forward_backward import is_transposed
 from search_spaces.replay import REMAT
-from search_spaces.sharding.base import Rule
+from search_spaces.sharding.base import Rule, ShardingStrategy
 from search_spaces.sharding.given import rank_of
 from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex, is_contraction
 from search_spaces.sharding.whole_operations import runs_whole
@@ -48,6 +50,7 @@ def batch_flow(
     batch_inputs: Iterable[int],
     num_microbatches: int,
     *,
+    num_groups: int = 1,
     estimates_sums: bool = False,
 ) -> BatchFlow:
     """Follows a batch through a graph.
@@ -57,12 +60,13 @@ def batch_flow(
       rules: for each vertex its rule or None.
       batch_inputs: the flat arguments whose leading dimension is the batch.
       num_microbatches: how many parts the batch is divided into.
+      num_groups: of examples beside each other, whose parts are micro-batches one after the other.
       estimates_sums: whether gradients of examples may read sums over the batch as their micro-batch estimates them.
 
     Raises:
       DivisionError: an operation needs the whole batch before other operations on its parts; names it.
     """
-    tracer = _Tracer(graph, rules, num_microbatches, estimates_sums)
+    tracer = _Tracer(graph, rules, num_microbatches, num_groups, estimates_sums)
     for i in batch_inputs:
         tracer.put(graph.inputs[i].results[0], Split(0))
         tracer.early_sources[graph.inputs[i].results[0].id] = frozenset()
@@ -74,8 +78,15 @@ def batch_flow(
 
 
 class _Tracer:
-    def __init__(self, graph: Graph, rules: Sequence[Rule | None], num_microbatches: int, estimates_sums: bool):
-        self.graph, self.rules, self.axis_sizes = graph, rules, (num_microbatches,)
+    def __init__(
+        self,
+        graph: Graph,
+        rules: Sequence[Rule | None],
+        num_microbatches: int,
+        num_groups: int,
+        estimates_sums: bool,
+    ):
+        self.graph, self.rules, self.axis_sizes, self.num_groups = graph, rules, (num_microbatches,), num_groups
         self.estimates_sums = estimates_sums
         self.early_sources: dict[int, frozenset[int]] = {}  # of split values that are cheap: what leads to them
         self.flow = BatchFlow(["whole"] * len(graph.values), [whole_strategy(v) for v in graph.vertices])
@@ -179,6 +190,8 @@ class _Tracer:
         if rule is None:
             raise DivisionError(f"{named(vertex)} has no sharding rule that says what becomes of a part of the batch.")
         splits = [(i, state) for i, state in enumerate(states) if isinstance(state, Split)]
+        if vertex.primitive == "reshape" and self._reshape(vertex, splits[0][1]):
+            return
         factors = {rule.operands[i][state.dim][0] for i, state in splits if rule.operands[i][state.dim]}
         strategy = None if len(factors) != 1 else factor_strategy(vertex, rule, min(factors), self.axis_sizes[0])
         if strategy is None or any(strategy.operands[i][state.dim] != (0,) for i, state in splits):
@@ -190,6 +203,21 @@ class _Tracer:
         if runs_whole(vertex, strategy, self.axis_sizes) or splits_groups(vertex, strategy):
             raise DivisionError(f"{named(vertex)} has no form on a part of the batch.")
         self.flow.run_in_parts(vertex, rule, strategy, int(run))
+
+    def _reshape(self, vertex: Vertex, state: Split) -> bool:
+        """Splits the result of a reshape where the runs of each micro-batch lie in it; returns whether they do."""
+        (operand,), (value,) = vertex.operands, vertex.results
+        assert isinstance(operand, Value)
+        inside = reshaped(state, operand.shape, value.shape, self.axis_sizes[0])
+        if inside is None:
+            return False
+        if self.num_groups > 1 and prod(operand.shape[: state.dim]) != prod(value.shape[: inside.dim]):
+            return False  # groups lie beside each other in the dimension, and would not in its minor part
+        specs = (spec_of(state, len(operand.shape)),), (spec_of(inside, len(value.shape)),)
+        self.flow.strategies[vertex.index] = ShardingStrategy(*specs, self.axis_sizes[0], ((),), specs[1])
+        self.flow.operand_runs[vertex.index, 0] = self.flow.runs[vertex.index] = state.run
+        self.put(value, inside)
+        return True
 
     def region(self, region: Region, *, is_inside: bool) -> None:
         name = region.equation.primitive.name

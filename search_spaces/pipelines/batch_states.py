@@ -62,6 +62,27 @@ def factor_strategy(vertex: Vertex, rule: Rule, factor: int, parts: int) -> Shar
     return ShardingStrategy(operands, results, parts, reductions, results)
 
 
+def reshaped(state: Split, before: Sequence[int], after: Sequence[int], parts: int) -> Split | None:
+    """Returns how the result of a reshape is split where its operand is; None if no dimension can be split so.
+
+    In the order of memory the elements of a micro-batch are stretches of equal length at equal distances, which a
+    reshape leaves where they are: it only counts them along another dimension.
+
+    >>> reshaped(Split(0), (8, 3), (2, 4, 3), 4)  # two groups of four examples, one for each micro-batch
+    Split(dim=1, run=1)
+    >>> reshaped(Split(0), (8, 3), (24,), 4)
+    Split(dim=0, run=3)
+    >>> reshaped(Split(0), (8, 3), (4, 2, 3), 4) is None  # the examples of a micro-batch are in different groups
+    True
+    """
+    stretch = state.run * prod(before[state.dim + 1 :])
+    for dim, size in enumerate(after):
+        run, rest = divmod(stretch, prod(after[dim + 1 :]))
+        if run and not rest and not size % (run * parts):
+            return Split(dim, run)
+    return None
+
+
 def inner_size(rule: Rule, dims: Sequence[int]) -> int:
     """Returns how many elements of a dimension belong to each element of its major factor."""
     return prod(rule.sizes[factor] for factor in dims[1:])

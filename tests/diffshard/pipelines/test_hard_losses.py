@@ -51,6 +51,28 @@ def test_rows_that_examples_read_by_their_own_numbers_are_divided(is_jitted):
     check_close(jax.jit(diffshard.pipelines.in_microbatches(step, 4))(*args), expected)
 
 
+def test_gradients_without_faulty_replicas_are_those_of_the_whole_step(monkeypatch):
+    """Their scores need a pass of their own, over data that is not divided, after all micro-batches."""
+
+    def loss(params, x):
+        return (jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"]) ** 2).mean()
+
+    gradients_of = diffshard.robust_gradients.zeno(loss, num_replicas=2, num_dropped=1, step_size=0.1)
+
+    def step(params, x, check):
+        value, gradients, report = gradients_of(params, x, check)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value, report.kept
+
+    x = normal(32, 16).at[16:].mul(-3.0)
+    args = {"a": normal(16, 32), "b": normal(32, 10)}, x, normal(8, 16)
+    leave(monkeypatch, 1, 2)
+    pipelined = search(step, dataclasses.replace(PIPELINE, max_stages=2), devices=2)
+    assert len(pipelined.plan(*args).stages) == 2
+    found, expected = pipelined(*args), jax.jit(step)(*args)
+    check_close(found, expected)
+    assert int(found[2].sum()) == 1
+
+
 def test_a_loop_that_each_example_ends_by_itself_is_divided():
     def loss(params, x):
         hidden = jnp.tanh(x @ params["a"])

@@ -2,10 +2,12 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 
 import diffshard
+from diffshard.command.line import main
 from diffshard.pipelines.plans import file
 from experiments.fuzzing.damage import Damage
 from tests.diffshard.pipelines.small_pipeline_plan import small_pipeline_plan
@@ -97,3 +99,24 @@ def test_random_damage_is_refused_or_leaves_a_plan_that_can_be_shown():
         assert str(plan)
         assert plan.html()
     assert refused > 100
+
+
+def test_plans_are_compared_by_what_they_decide_and_predict(tmp_path, capsys):
+    plan = small_pipeline_plan()
+    slower = replace(plan.stages[1], in_flight=1, forward_s=5e-3)
+    other = replace(plan, schedule="gpipe", stages=(plan.stages[0], slower, *plan.stages[2:]), search_s=99.0, tried=())
+    assert plan.diff(plan) == ""
+    assert plan.diff(other).splitlines() == [
+        "schedule: 1f1b → gpipe",
+        "stages[1].forward_s: 0.004 → 0.005",
+        "stages[1].in_flight: 2 → 1",
+    ]
+    with pytest.raises(diffshard.PlanError, match="can be compared with its own kind, not a str"):
+        plan.diff("plan.json")  # pyright: ignore[reportArgumentType]
+    for name, one in (("a.json", plan), ("b.json", replace(plan, function="other_step"))):
+        one.save(tmp_path / name)
+    paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    assert main(["diff", *paths]) == 0
+    assert main(["diff", paths[0], paths[0]]) == 0
+    out = capsys.readouterr().out
+    assert out == f"function: {plan.function} → other_step\nBoth plans are the same, but for how they were found.\n"

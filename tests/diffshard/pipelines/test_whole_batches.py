@@ -7,6 +7,8 @@ import pytest
 from jax import lax
 
 import diffshard
+from diffshard.pipelines.batch_arguments import BatchArguments
+from diffshard.pipelines.microbatches import divided_call, traced_call
 from tests.search_spaces.pipelines.microbatch_functions import (
     WEIGHTS,
     X,
@@ -97,7 +99,7 @@ def stops_by_a_mean(weights, x):
         (norm_in_a_loop, "sub", "needs a result of the whole batch before"),
         (lambda weights, x: jnp.sort(x, axis=0), "sort", "mixes the examples"),
         (lambda weights, x: jnp.cumsum(x, axis=0), "cumsum", "mixes the examples"),
-        (lambda weights, x: jnp.sin(x.reshape(4, 2, 6, 12)).mean(1) @ weights["up"], "reshape", "mixes the examples"),
+        (lambda weights, x: jnp.sin(x.reshape(36, 16)).mean(1), "reshape", "mixes the examples"),
         (whole_in_a_branch, "cond", "in some branch only"),
         (stops_by_a_mean, "lt", "is inside a loop"),
         (stops_by_the_batch, "while", "stops by the batch"),
@@ -108,3 +110,19 @@ def test_what_needs_the_whole_batch_is_named(fn, operation, reason):
         ValueError, match=f"`num_microbatches` must be 1.*{operation} .*_(batches|functions).py.*{reason}"
     ):
         jax.eval_shape(diffshard.pipelines.in_microbatches(fn, 2), WEIGHTS, X)
+
+
+def test_a_reshape_keeps_groups_of_examples_beside_each_other_or_is_refused():
+    def divided(replicas, num_groups):
+        def fn(weights, x):
+            return jnp.sin(x.reshape(replicas, 16 // replicas, 6, 12)).mean(1) @ weights["up"]
+
+        args = WEIGHTS, jnp.concatenate([X, 2 * X])
+        call = traced_call(fn, 4, BatchArguments.checked(1, ()), args, {})
+        results = divided_call(call, 4, num_groups=num_groups)(*call.arrays)
+        np.testing.assert_allclose(results[0], fn(*args), rtol=1e-5, atol=1e-6)
+
+    divided(2, 1)
+    divided(1, 2)
+    with pytest.raises(ValueError, match=r"reshape .* mixes the examples"):
+        divided(2, 2)

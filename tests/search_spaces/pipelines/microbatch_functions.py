@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+import diffshard
+
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (8, 6, 12))
 LABELS = jax.random.randint(KEY, (8, 6), 0, 5)
@@ -146,6 +148,18 @@ def loops_of_examples(weights, x):
     return (grown @ weights["up"]).sum(0), trips, counted
 
 
+def without_faulty_replicas(weights, batch):
+    """Two replicas, whose gradients are tried on other data, of which the worse is left out."""
+
+    def loss_fn(weights, batch):
+        x, labels = batch
+        return cross_entropy(jnp.tanh(x @ weights["up"]) @ weights["down"], labels)
+
+    gradients_of = diffshard.robust_gradients.zeno(loss_fn, num_replicas=2, num_dropped=1, step_size=0.1)
+    loss, gradients, report = gradients_of(weights, batch, (X[::2] + 1, LABELS[::2]))
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss, report.kept
+
+
 def normed_input(weights, x):
     return ((x - x.mean(0)) / x.std(0)) @ weights["up"]
 
@@ -191,6 +205,11 @@ FUNCTIONS = {
     "input with batch statistics": (normed_input, (WEIGHTS, X)),
     "metrics beside a loss": (metrics_beside_a_loss, (WEIGHTS, X)),
     "loops of examples": (loops_of_examples, (WEIGHTS, X)),
+    "without faulty replicas": (
+        without_faulty_replicas,
+        (WEIGHTS, (jnp.concatenate([X, 2 * X]), jnp.tile(LABELS, (2, 1)))),
+    ),
+    "means of groups": (lambda weights, x: jnp.sin(x.reshape(1, 8, 6, 12)).mean(1) @ weights["up"], (WEIGHTS, X)),
     "counted loop": (counted_loop, (WEIGHTS, X)),
     "carried key": (carried_key, (WEIGHTS, X)),
     "balanced experts": (balanced_experts, (jnp.stack([jnp.eye(12)] * 3), X)),
