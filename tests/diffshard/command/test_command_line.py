@@ -151,9 +151,9 @@ def test_plain_lines_say_only_what_changed_in_seconds_of_the_whole_search(capsys
 
 
 def test_python_dash_m_is_the_same_command():
-    found = subprocess.run(
-        [sys.executable, "-m", "diffshard", "--help"], capture_output=True, text=True, timeout=60, check=False
-    )
+    command = [sys.executable, "-m", "diffshard", "--help"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert found.returncode == 0
     assert "search" in found.stdout
-    assert found.stderr == ""
+    of_plugin = ("absl::InitializeLog", "cudart_stub")  # what jaxlib's plugin for GPUs says where there is none
+    assert [line for line in found.stderr.splitlines() if not any(word in line for word in of_plugin)] == []
