@@ -14,6 +14,7 @@ from diffshard.plans.certificate import Certified, History, check_certificate
 from diffshard.plans.formats import format_bytes, format_count, format_devices, format_s, format_table, wrapped
 from diffshard.tables.layout import Layout
 from diffshard.tables.learned_cost import LearnedPrediction
+from diffshard.tables.row_orders import RowOrder, check_orders
 from search_spaces.embedding_tables.base import (
     DEVICE,
     EVERY_DEVICE,
@@ -41,6 +42,7 @@ class TablePlanData(Certified):
       search_s: seconds that planning took.
       learned: what networks predict, where `shard_tables` was given a learned cost; None where prices are by bytes.
       history: the improvements of the solver.
+      orders: of tables whose rows are numbered anew, the hot ones first; pieces count rows by these numbers.
       mesh: the devices, an `AbstractMesh` if they are not here; not saved.
     """
 
@@ -53,6 +55,7 @@ class TablePlanData(Certified):
     search_s: Amount
     learned: LearnedPrediction | None = None
     history: History = ()
+    orders: tuple[RowOrder, ...] = ()
     mesh: Mesh | AbstractMesh | None = field(default=None, compare=False)
 
     @cached_property
@@ -88,6 +91,7 @@ def check_table_plan(plan: TablePlanData) -> None:
         raise ValueError(f"`tables` must be one or more with different names, not {names}")
     _check_devices(plan)
     _check_pieces(plan)
+    check_orders(plan.tables, plan.orders)
     check_certificate(plan.certificate)
 
 
@@ -165,6 +169,7 @@ def format_table_plan(plan: TablePlanData) -> str:
             "",
             " " * 11,
         ),
+        *_order_lines(plan),
         search,
         "",
     ]
@@ -188,6 +193,12 @@ def format_table_plan(plan: TablePlanData) -> str:
             (table.name, kind, f"{table.pooling_factor:g}", format_bytes(table.num_bytes), _where(table, pieces))
         )
     return "\n".join([*lines, *format_table(rows, "  ", right=(2, 3), wrap=(0, 4))])
+
+
+def _order_lines(plan: TablePlanData) -> list[str]:
+    """Returns which tables have rows that are numbered anew."""
+    counts = [f"{plan.tables[order.table].name} ({len(order.hottest):,} rows first)" for order in plan.orders]
+    return wrapped(f"  order    rows by lookups: {', '.join(counts)}", "", " " * 11) if counts else []
 
 
 def _where(table: EmbeddingTable, pieces: list[Piece]) -> str:
