@@ -13,6 +13,7 @@ lower bound and the enumeration of few placements. `measurements.py` measures an
 
 Running: `layout.py` says where each piece of a table lies in the arrays of its device (`arrays.py`). The programs of
 all devices are in `programs.py`, with what they send in `exchanges.py` and rows in memory of hosts in `host_rows.py`.
+Rows that `statistics.py` found to be hot come first by the numbers of `row_orders.py`.
 """
 
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from diffshard.tables.measurements import learn_table_cost as learn_table_cost
     from diffshard.tables.plan import TablePlan as TablePlan
     from diffshard.tables.search import shard_tables as shard_tables
+    from diffshard.tables.statistics import TableStatistics as TableStatistics
     from search_spaces.embedding_tables.base import EmbeddingTable as EmbeddingTable
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -72,7 +72,10 @@ class TablePlan(TablePlanData, PlanRecord):
           ValueError: a table is missing, unknown, or of another shape or dtype.
           PlanError: as `init`.
         """
-        numbers = to_numbers(self.layout, checks.checked_arrays(self.tables, tables))
+        arrays = checks.checked_arrays(self.tables, tables)
+        for order in self.orders:
+            arrays[order.table] = arrays[order.table][order.ids_of(self.tables[order.table].rows)]
+        numbers = to_numbers(self.layout, arrays)
         return jax.device_put(numbers, self._shardings)
 
     @property
@@ -84,7 +87,11 @@ class TablePlan(TablePlanData, PlanRecord):
 
     def unshard(self, arrays: TableArrays) -> dict[str, np.ndarray]:
         """Returns whole tables by name, on the host."""
-        return to_tables(self.layout, arrays)
+        tables = to_tables(self.layout, arrays)
+        for order in self.orders:
+            numbered = tables[self.tables[order.table].name]
+            numbered[order.ids_of(len(numbered))] = numbered.copy()
+        return tables
 
     def init_state(self) -> TableArrays:
         """Returns the state of row-wise Adagrad before the first step: zeros, on the devices that hold the rows.
@@ -209,8 +216,9 @@ class TablePlan(TablePlanData, PlanRecord):
     @cached_property
     def _run_lookup(self) -> Callable[..., dict[str, jax.Array]]:
         def run(arrays: TableArrays, ids: Any, weights: Any) -> dict[str, jax.Array]:
-            def lookup(*arguments: Any) -> dict[str, jax.Array]:
-                return stating_seconds(self._programs.lookup(*arguments), *self._seconds(batch_size))
+            def lookup(arrays: TableArrays, ids: Any, weights: Any) -> dict[str, jax.Array]:
+                rows = self._programs.lookup(arrays, self._renumbered(ids), weights)
+                return stating_seconds(rows, *self._seconds(batch_size))
 
             batch_size = next(iter(ids.values())).shape[0]
             return self._mapped(lookup, (self._specs, self._batch, self._batch), self._batch)(arrays, ids, weights)
@@ -220,8 +228,9 @@ class TablePlan(TablePlanData, PlanRecord):
     @cached_property
     def _run_update(self) -> Callable[..., tuple[TableArrays, TableArrays]]:
         def run(arrays: TableArrays, state: TableArrays, ids: Any, *others: Any) -> tuple[TableArrays, TableArrays]:
-            def update(*arguments: Any) -> Any:
-                results = self._programs.update(*arguments, epsilon=others[-1])
+            def update(arrays: TableArrays, state: TableArrays, ids: Any, *arguments: Any) -> Any:
+                ids = self._renumbered(ids)
+                results = self._programs.update(arrays, state, ids, *arguments, epsilon=others[-1])
                 return stating_seconds(results, self._seconds(batch_size)[1])
 
             batch_size = next(iter(ids.values())).shape[0]
@@ -230,6 +239,11 @@ class TablePlan(TablePlanData, PlanRecord):
             return mapped(arrays, state, ids, *others[:-1])
 
         return jax.jit(run, static_argnums=6)
+
+    def _renumbered(self, ids: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Returns rows by the numbers that pieces count by."""
+        orders = {self.tables[order.table].name: order for order in self.orders}
+        return {name: orders[name].renumbered(own) if name in orders else own for name, own in ids.items()}
 
     def _seconds(self, batch_size: int) -> tuple[float, float]:
         """Returns what lookups of so many examples, and the rest of the step, are predicted to take."""

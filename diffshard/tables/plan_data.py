@@ -14,6 +14,7 @@ from diffshard.plans.certificate import Certified, History, check_certificate
 from diffshard.plans.formats import format_bytes, format_count, format_devices, format_s, format_table, wrapped
 from diffshard.tables.layout import Layout
 from diffshard.tables.learned_cost import LearnedPrediction
+from diffshard.tables.row_orders import RowOrder, check_orders
 from search_spaces.embedding_tables.base import (
     DEVICE,
     EVERY_DEVICE,
@@ -37,6 +38,7 @@ class TablePlanData(Certified):
       lower_bound_s: no placement in the search space takes fewer seconds.
       search_s: seconds that planning took.
       learned: what networks predict, where `shard_tables` was given a learned cost; None where prices are by bytes.
+      orders: of tables whose rows are numbered anew, the hot ones first; pieces count rows by these numbers.
       mesh: the devices, an `AbstractMesh` if they are not here; not saved.
     """
 
@@ -49,6 +51,7 @@ class TablePlanData(Certified):
     search_s: Amount
     learned: LearnedPrediction | None = None
     history: History = ()
+    orders: tuple[RowOrder, ...] = ()
     mesh: Mesh | AbstractMesh | None = field(default=None, compare=False)
 
     @cached_property
@@ -80,6 +83,7 @@ def check_table_plan(plan: TablePlanData) -> None:
         raise ValueError(f"`tables` must be one or more with different names, not {names}")
     _check_devices(plan)
     _check_pieces(plan)
+    check_orders(plan.tables, plan.orders)
     check_certificate(plan.certificate)
 
 
@@ -157,6 +161,7 @@ def format_table_plan(plan: TablePlanData) -> str:
             "",
             " " * 11,
         ),
+        *_order_lines(plan),
         search,
         "",
     ]
@@ -180,6 +185,12 @@ def format_table_plan(plan: TablePlanData) -> str:
             (table.name, kind, f"{table.pooling_factor:g}", format_bytes(table.num_bytes), _where(table, pieces))
         )
     return "\n".join([*lines, *format_table(rows, "  ", right=(2, 3), wrap=(0, 4))])
+
+
+def _order_lines(plan: TablePlanData) -> list[str]:
+    """Returns which tables have rows that are numbered anew."""
+    counts = [f"{plan.tables[order.table].name} ({len(order.hottest):,} rows first)" for order in plan.orders]
+    return wrapped(f"  order    rows by lookups: {', '.join(counts)}", "", " " * 11) if counts else []
 
 
 def _where(table: EmbeddingTable, pieces: list[Piece]) -> str:

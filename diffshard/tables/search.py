@@ -24,7 +24,9 @@ from diffshard.tables.host_rows import check_host_memory
 from diffshard.tables.layout import Layout, check_counts
 from diffshard.tables.learned_cost import LearnedTableCost
 from diffshard.tables.plan import TablePlan
+from diffshard.tables.row_orders import needed_orders
 from diffshard.tables.solving import solve_space
+from diffshard.tables.statistics import TableStatistics
 from search_spaces.embedding_tables.base import EmbeddingTable, TableDevices
 from search_spaces.embedding_tables.prices import piece_bytes
 from search_spaces.embedding_tables.space import EmbeddingTableSpace
@@ -41,6 +43,7 @@ def shard_tables(
     memory_limit_bytes: float | Sequence[float] | None = None,
     host_memory_limit_bytes: float | Sequence[float] | None = None,
     access: Mapping[str, Sequence[float]] | None = None,
+    statistics: Mapping[str, TableStatistics] | None = None,
     batch_size: int = 65536,
     cost: LearnedTableCost | None = None,
     **options: Unpack[SolveOptions],
@@ -65,6 +68,9 @@ def shard_tables(
       host_memory_limit_bytes: for rows in memory of the host, for each device: one number, or D of them. None keeps
         all rows on the devices. It needs `Hardware.host_memory_bytes_per_s`, and devices with pinned memory.
       access: by table, counts of lookups in parts of equally many rows; instead of `EmbeddingTable.access`.
+      statistics: by table, what `TableStatistics.measure` counted in a sample of ids; instead of `access` and of
+        `EmbeddingTable.pooling_factor`. Where the plan treats hot rows apart, it numbers these tables' rows anew, the
+        hot ones first; lookups, updates, `shard` and `unshard` take and give rows by their ids.
       batch_size: examples in a step, of all devices together.
       cost: what `learn_table_cost` measured on devices of this kind; it predicts in place of bytes and bandwidths, by a
         search of its own and without a bound. Devices must be alike.
@@ -76,7 +82,7 @@ def shard_tables(
       TypeError, ValueError: an argument breaks its rule; the error names it and its value.
     """
     start_s = time.perf_counter()
-    tables = _checked_tables(tables, access)
+    tables = _measured_tables(_checked_tables(tables, access), statistics or {}, access or {})
     options = checked_solve_options(options)
     mesh = _checked_mesh(mesh_or_devices)
     devices = _devices(mesh, hardware, memory_limit_bytes, host_memory_limit_bytes, batch_size)
@@ -108,6 +114,7 @@ def shard_tables(
         search_s=time.perf_counter() - start_s,
         learned=None if cost is None else cost.prediction(tables, pieces, devices),
         history=history,
+        orders=needed_orders(tables, {name: own.hottest for name, own in (statistics or {}).items()}, pieces),
         mesh=mesh,
     )
 
@@ -147,6 +154,28 @@ def _checked_tables(tables: Any, access: Mapping[str, Sequence[float]] | None) -
             raise ValueError(f"`access` has {name!r}, which is no table; there are {', '.join(names)}.")
     return tuple(
         dataclasses.replace(table, access=access[table.name]) if access and table.name in access else table
+        for table in tables
+    )
+
+
+def _measured_tables(
+    tables: tuple[EmbeddingTable, ...], statistics: Mapping[str, TableStatistics], access: Mapping[str, Any]
+) -> tuple[EmbeddingTable, ...]:
+    """Returns tables whose lookups are as they were measured."""
+    rows = {table.name: table.rows for table in tables}
+    for name, own in statistics.items():
+        if name not in rows:
+            raise ValueError(f"`statistics` has {name!r}, which is no table; there are {', '.join(rows)}.")
+        if not isinstance(own, TableStatistics):
+            raise TypeError(f"`statistics[{name!r}]` must be made by `TableStatistics.measure`, not {own!r}.")
+        if name in access:
+            raise ValueError(f"`access` and `statistics` both have {name!r}; give one of them.")
+        if (largest := own.hottest.max()) >= rows[name]:
+            raise ValueError(f"`statistics[{name!r}]` has the id {largest}; rows are 0 to {rows[name] - 1}.")
+    return tuple(
+        dataclasses.replace(table, pooling_factor=own.pooling_factor, access=own.access(table.rows))
+        if (own := statistics.get(table.name))
+        else table
         for table in tables
     )
 

@@ -18,7 +18,7 @@ import numpy as np
 from diffshard.base import Solution
 from diffshard.solving.solve import solve
 from diffshard.tables.solving import solve_space
-from experiments.embedding_tables import tasks
+from experiments.embedding_tables import tasks, torchrec
 from experiments.embedding_tables.baselines import SCORES, beam_s, greedy_s, random_s
 from experiments.tables import print_table
 from search_spaces.embedding_tables.base import EVERY_DEVICE, EmbeddingTable, TableDevices
@@ -71,6 +71,8 @@ def run_task(
     outcomes = {RANDOM: _timed(lambda: random_s(tables, devices, seed))}
     for name, score in SCORES.items():
         outcomes[name] = _timed(lambda score=score: greedy_s(tables, devices, score))
+    for name, planner in torchrec.WAYS.items():
+        outcomes[name] = _timed(lambda planner=planner: planner.step_s(tables, devices))
     outcomes[BEAM] = _timed(lambda: beam_s(tables, devices, depth))
     _solved(ColumnsOnlySpace(tables, devices), seed, outcomes, COLUMNS)
     space, solution = _solved(EmbeddingTableSpace(tables, devices), seed, outcomes, OURS)

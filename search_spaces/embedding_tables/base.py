@@ -36,7 +36,8 @@ class EmbeddingTable:
       dtype: "float32", "bfloat16" or "float16".
       pooling: what becomes of the rows of one example: their "sum", or their "mean" by weights.
       access: counts of lookups in parts of equally many rows, from the first row to the last; None if rows are looked
-        up equally often. Hot rows are those at the beginning: put rows that are looked up often first.
+        up equally often. Hot rows are those at the beginning: put rows that are looked up often first, or let
+        `shard_tables` number them anew by `statistics`.
 
     Raises:
       ValueError: an attribute breaks its rule.

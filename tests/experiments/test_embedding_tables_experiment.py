@@ -7,7 +7,7 @@ import pytest
 
 from cost.base import Hardware
 from experiments.embedding_tables import __main__ as experiment
-from experiments.embedding_tables import picture, tasks, tiers
+from experiments.embedding_tables import picture, tasks, tiers, torchrec
 from experiments.embedding_tables.baselines import SCORES, beam_s, greedy_s, random_s, whole
 from search_spaces.embedding_tables.base import EmbeddingTable, TableDevices
 from search_spaces.embedding_tables.prices import piece_bytes
@@ -56,7 +56,7 @@ def test_prints_ratios_to_bounds_and_to_each_other(capsys):
     ways = {row[0]: row for row in rows if len(row) == 8 and "optimal" not in row}
     (few,) = [row for row in rows if len(row) == 8 and "optimal" in row]
     assert float(few[5]) == 1
-    assert set(ways) == {"random", *SCORES, "beam search", experiment.COLUMNS, experiment.OURS}
+    assert set(ways) == {"random", *SCORES, *torchrec.WAYS, "beam search", experiment.COLUMNS, experiment.OURS}
     assert float(ways[experiment.OURS][2]) >= 1
     assert float(ways[experiment.OURS][4]) == 1
     assert all(row[2] == "none" or float(row[2]) >= float(ways[experiment.OURS][2]) for row in ways.values())

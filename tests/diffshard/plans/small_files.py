@@ -25,6 +25,7 @@ from diffshard.plans.lanes import Lane, LaneBar
 from diffshard.plans.sections import Advice, PredictedComputing, Rematerialisation, Residual, WholeWork
 from diffshard.resharding import Move
 from diffshard.tables.learned_cost import LearnedPrediction
+from diffshard.tables.row_orders import RowOrder
 from search_spaces.embedding_tables.base import DEVICE, EVERY_DEVICE, HOST, EmbeddingTable, Piece, TableDevices
 from tests.diffshard.bilevel_search.plans.small_bilevel_plan import proved_plan
 from tests.diffshard.pipelines.small_pipeline_plan import small_pipeline_plan
@@ -84,8 +85,9 @@ def table_plan() -> diffshard.tables.TablePlan:
     )  # fmt: skip
     learned = LearnedPrediction("2 measured devices", (1e-3, 2e-3), (3e-3, 1e-3))
     mesh = AbstractMesh((2,), ("model",))
+    orders = (RowOrder(0, (99, 3, 50)),)
     return diffshard.tables.TablePlan(
-        tables, devices, pieces, (("model", 2),), 0.0, "finished", 0.5, learned, mesh=mesh
+        tables, devices, pieces, (("model", 2),), 0.0, "finished", 0.5, learned, orders=orders, mesh=mesh
     )
 
 

@@ -1,7 +1,8 @@
 """Plans of embedding tables run: lookups, gradients and updates equal those of whole tables on one device.
 
 One plan has every kind of piece: a whole table, columns, rows, a copy on each device, copied hot rows, several pieces
-on a device, and a device without any. Another one has rows in memory of the hosts as well.
+on a device, and a device without any. Another one has rows in memory of the hosts as well. Some tables' rows are
+numbered anew.
 """
 
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from diffshard.tables.arrays import padded_ids, pooled, pooling_weights
 from diffshard.tables.exchanges import in_columns
 from diffshard.tables.plan import TablePlan
 from diffshard.tables.plan_data import check_table_plan
+from diffshard.tables.row_orders import RowOrder
 from search_spaces.embedding_tables.base import EVERY_DEVICE, HOST, EmbeddingTable, Piece, TableDevices
 
 BATCH = 16
@@ -57,12 +59,17 @@ WITH_HOSTS = (  # hot rows on devices or copied; several tables in one array of 
     Piece(5, 0, 6, 30, 0, 4, HOST),
     Piece(5, 3, 6, 30, 4, 8, HOST),
 )
+ORDERS = (
+    RowOrder(1, (49, 3, 0, 1, 20, 6, 2)),  # a few rows from all over the table, in no order
+    RowOrder(2, tuple(range(40, 20, -1))),
+    RowOrder(5, (2, 8, 7, 29, 0, 5)),
+)
 
 
 def _plan(limit: float = 1e9, pieces: tuple[Piece, ...] = PIECES) -> TablePlan:
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     devices = TableDevices((preset("a100", {"x": 2, "y": 2}),) * 4, (limit,) * 4, 1e-9, BATCH, (limit,) * 4)
-    return TablePlan(TABLES, devices, pieces, (("x", 2), ("y", 2)), 0.0, "finished", 0.0, mesh=mesh)
+    return TablePlan(TABLES, devices, pieces, (("x", 2), ("y", 2)), 0.0, "finished", 0.0, orders=ORDERS, mesh=mesh)
 
 
 @pytest.fixture(scope="module", params=[PIECES, WITH_HOSTS], ids=["devices", "hosts"])
