@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import AbstractMesh, AxisType
 
 import diffshard
@@ -41,11 +42,14 @@ LATE_SHARE = 0.2
 """The last losses of a training, of which the mean is compared."""
 
 
-def training_table(setting: Setting, names: Sequence[str], steps: int, seeds: int, num_devices: int) -> None:
+def training_table(
+    setting: Setting, names: Sequence[str], kinds: Sequence[str], steps: int, seeds: int, num_devices: int
+) -> None:
     """Trains with everything exact, and with each kind of codes in each format, and prints the losses."""
     trainings = [setting.training(seed, steps) for seed in range(seeds)]
-    sums = [*names, *(name + FEEDBACK for name in names)]
-    formats = diffshard.formats.Formats(1.0, trainings[0], steps=steps, products=(), sums=sums, kept=names)
+    sums = [*names, *(name + FEEDBACK for name in names)] if "sums" in kinds else []
+    kept = names if "kept" in kinds else []
+    formats = diffshard.formats.Formats(1.0, trainings[0], steps=steps, products=(), sums=sums, kept=kept)
     mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,))
     hardware = diffshard.preset("h100", dict(mesh.shape))
     options = Options(fn=setting.small.step, mesh=mesh, hardware=hardware, memory_limit_bytes=np.inf)
@@ -109,6 +113,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=200, help="of each training")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--devices", type=int, default=8, help="that share each sum")
+    parser.add_argument("--kinds", nargs="+", choices=("sums", "kept"), default=["sums", "kept"])
+    parser.add_argument(
+        "--sgd", type=float, help="train the GPT by SGD with momentum 0.9 at this step size, not by adamw"
+    )
     parser.add_argument("--sizes", choices=("full", "small"), default="full")
     parser.add_argument("--compile", choices=CASES, help="compile this model instead")
     parser.add_argument("--mesh", default="4x8")
@@ -124,7 +132,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     else:
         setting = Setting.of(options.model, options.sizes)
-        training_table(setting, options.formats, options.steps, options.seeds, options.devices)
+        if options.sgd is not None:
+            setting = setting.with_small(optimizer=optax.sgd(options.sgd, momentum=0.9))
+        training_table(setting, options.formats, options.kinds, options.steps, options.seeds, options.devices)
     return 0
 
 

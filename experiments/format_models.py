@@ -75,6 +75,10 @@ class Setting(NamedTuple):
         priced = diffshard.preset(hardware, dict(mesh.shape))
         return cls(case, small, case.make(**small), case.make(**case.wide), mesh, priced)
 
+    def with_small(self, **arguments: Any) -> "Setting":
+        """Returns the setting with other arguments of the small model."""
+        return self._replace(small=self.case.make(**{**self.sizes, **arguments}))
+
     def training(self, seed: int, steps: int) -> list[tuple[Any, Any]]:
         """Returns the calls of a training of the small model: its first state and the batches of a seed."""
         state = jax.jit(self.small.init)(jax.random.key(seed))
