@@ -46,13 +46,19 @@ def mlp_arguments(width=16, examples=64):
     return {"up": up, "down": down}, tuple(jax.random.normal(key, (examples, width)) for key in keys[2:])
 
 
-def grouped(step, args, num_stages, num_microbatches, num_groups):
-    """Returns a step in even stages, in micro-batches of groups of examples, and the cut step."""
+def staged_parts(step, args, num_stages, num_microbatches, num_groups):
+    """Returns a step in even stages, in micro-batches that are parts of groups of examples, and the cut step."""
     uncut = uncut_step(step, num_microbatches * num_groups, BatchArguments((1,), ()), args, {}, num_groups)
     candidates = uncut.candidates()
     candidates = [c for c in candidates if c.cut.trip] or candidates
     cut = cut_step(uncut, [candidates[len(candidates) * i // num_stages].cut for i in range(1, num_stages)])
-    return in_groups(staged_step(cut.parts, cut.cuts)), cut
+    return staged_step(cut.parts, cut.cuts), cut
+
+
+def grouped(step, args, num_stages, num_microbatches, num_groups):
+    """Returns a step in even stages, in micro-batches of groups of examples, and the cut step."""
+    staged, cut = staged_parts(step, args, num_stages, num_microbatches, num_groups)
+    return in_groups(staged), cut
 
 
 @pytest.mark.parametrize(
@@ -90,9 +96,10 @@ def test_an_operation_that_cannot_compute_groups_is_named(monkeypatch):
             raise NotImplementedError("no batching rule")
         return bind(equation, operands, **parameters)
 
+    staged, _ = staged_parts(mlp_step, mlp_arguments(), 1, 4, 2)
     monkeypatch.setattr(grouped_program, "bind", bind_without_tanh)
     with pytest.raises(ValueError, match=r"tanh \(.*test_gradient_reductions.py.* cannot compute groups of examples"):
-        grouped(mlp_step, mlp_arguments(), 1, 4, 2)
+        in_groups(staged)
 
 
 @pytest.fixture(scope="module")
