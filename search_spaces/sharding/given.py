@@ -56,7 +56,7 @@ def shard_map_strategy(vertex: Vertex, axis_names: Sequence[str], sizes: tuple[i
     if vertex.equation is None or _primitive(vertex) != "shard_map":
         return None
     params = vertex.equation.params
-    of_map = tuple(params["mesh"].axis_names)
+    of_map = tuple(getattr(params.get("mesh"), "axis_names", axis_names))
     if not set(of_map) <= set(axis_names):
         raise ValueError(
             f"A shard_map in the function ({vertex.user_source}), such as a lookup of tables or a layer of experts, "
