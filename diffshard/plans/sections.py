@@ -84,8 +84,6 @@ class HeldTensor:
 
     Attributes:
       operation: index into `PlanData.operations` of the operation that makes it, or of the argument.
-      result: which of its results it is.
-      num_bytes: on each device.
       is_copy: whether it is a gathered copy of an array that is stored as well.
     """
 
