@@ -43,8 +43,6 @@ class EvenDivisionSearch:
 
     Args:
       divisions: what is known of stages, each with its part of a device's memory.
-      schedule: of the pipeline.
-      stages_per_device: how many stages each submesh holds.
     """
 
     divisions: DivisionSearch

@@ -32,10 +32,8 @@ class StepSearch:
     """The search for the stages of a step in some number of micro-batches.
 
     Args:
-      options: what is asked for.
       step: traced in M·R parts, where the examples of each micro-batch are in R groups, over which gradients are
         reduced once, when a step ends.
-      donated: whether each flat argument is donated.
       course: of the search in all numbers of micro-batches; None begins one that shows nothing.
     """
 
@@ -161,7 +159,6 @@ class StepSearch:
         """Returns the programs of the step, cut into stages.
 
         Args:
-          cut: the step.
           copied: stages with arguments that their micro-batches read from a copy.
         """
         staged = staged_step(cut.parts, cut.cuts, copied)

@@ -79,11 +79,7 @@ def residual_shardings(plan: PlanData, mesh: Mesh) -> dict[str, NamedSharding]:
 
 
 def residuals_for_call(plan: PlanData, mesh: Any, residuals: Mapping[str, Any] | None, arrays: Sequence[Any]) -> Any:
-    """Returns the residuals that a call takes beside its flat arrays; zeros if none are given, as at the first step.
-
-    Raises:
-      PlanError: they are those of another plan.
-    """
+    """Returns the residuals that a call takes beside its flat arrays; zeros if none are given, as at the first step."""
     if residuals is None and any(isinstance(array, Tracer) for array in arrays):
         return [jnp.zeros(tensor.shape, tensor.dtype) for tensor in plan.residuals]
     if residuals is None:
@@ -102,8 +98,6 @@ def placed_residuals(plan: PlanData, mesh: Mesh, residuals: Mapping[str, Any]) -
     Those of a plan with another mesh or other shardings are divided anew, so that each sum lacks as much as before.
 
     Args:
-      plan: for which they are.
-      mesh: of devices.
       residuals: of any plan of the same function; what is missing is 0.
     """
     placed, shardings = {}, residual_shardings(plan, mesh)
@@ -131,7 +125,6 @@ def with_residuals(plan: PlanData, result: Any, residuals: Sequence[Any]) -> Any
 
     Args:
       plan: of the step; knows the pytrees.
-      result: of the user's function.
       residuals: the next ones, in the order of the plan.
     """
     by_key = dict(zip(map(residual_key, plan.residuals), residuals, strict=True))
