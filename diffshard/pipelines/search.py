@@ -146,10 +146,12 @@ def _best_planned(
         "begin with an earlier plan", lambda: _begun(options, steps, chosen), kind=tuple[ChosenPipeline, ...]
     )
     given = partial(layouts_of, start) if begun and start is not None else None
-    for number, one in enumerate((*begun, *chosen[:_MOST_PLANNED])):
-        if best is not None and one.estimate_s >= (1 - _LEAST_GAIN) * best.plan.step_s:
+    refused: InfeasibleError | None = None
+    for number, one in enumerate((*begun, *chosen)):
+        is_enough = number >= len(begun) + _MOST_PLANNED
+        if best is not None and (is_enough or one.estimate_s >= (1 - _LEAST_GAIN) * best.plan.step_s):
             break
-        if number and processes.shared("search a pipeline", course.is_proof_over, kind=bool):
+        if best is not None and processes.shared("search a pipeline", course.is_proof_over, kind=bool):
             break
         wanted = one.num_microbatches, one.num_groups
         search = next(search for search in searches if (search.num_microbatches, search.num_groups) == wanted)
@@ -157,13 +159,14 @@ def _best_planned(
         one = recording.shared(CHOOSE_STAGES, partial(_same, one), kind=ChosenPipeline)
         try:
             found = planned_pipeline(options, search, one, recording, None if number else given)
-        except InfeasibleError:
-            if number or not begun:
-                raise
-            continue  # the start was made for more memory
+        except InfeasibleError as error:  # the start was made for more memory, or its split programs need more
+            refused = error
+            continue
         found = with_decisions(found, recording)
         best = found if best is None or found.plan.step_s < best.plan.step_s else best
-    assert best is not None
+    if best is None:
+        assert refused is not None
+        raise refused
     return best
 
 
