@@ -98,6 +98,10 @@ def test_a_page_has_a_row_for_each_device_with_all_of_its_stages():
     ("changes", "message"),
     [
         ({"stages_per_device": 4}, r"`stages\[1\].devices` must be \(0, 1\) with 'interleaved'"),
+        (
+            {"stages": (*interleaved_plan().stages[:3], replace(interleaved_plan().stages[3], weights_s=1e-3))},
+            "weights_s",
+        ),
         ({"schedule": "1f1b"}, "`stages_per_device` must be 1 with '1f1b', not 2"),
         ({"num_microbatches": 5}, "`num_microbatches` must be a multiple of the 2 devices"),
         ({"stages": interleaved_plan().stages[:2] + interleaved_plan().stages[:1:-1]}, "must begin with layer 2"),

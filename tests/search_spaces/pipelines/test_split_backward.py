@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend import core
 
 from cost.compute import equation_work, inner_jaxprs
 from search_spaces.pipelines.divided_program import DividedProgram, without_calls
@@ -72,7 +73,7 @@ def test_halves_give_the_results_of_the_whole_and_run_each_product_once(name):
     divided = DividedProgram(without_calls(program), [True, False, False, False])
     (x,), left = divided.first(operands)
     weights = divided.second(operands, left)
-    expected = jax.core.eval_jaxpr(program.jaxpr, program.consts, *operands)
+    expected = core.jaxpr_as_fun(program)(*operands)
     for found, whole in zip([x, *weights], expected, strict=True):
         np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-6)
     assert len(left) == divided.num_left > 0
