@@ -241,7 +241,15 @@ def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], course: Co
         _Choice(search, schedule, stages_per_device)
         for search, schedule in itertools.product(in_order, options.pipeline.schedules)
         for stages_per_device in options.pipeline.stages_per_device_of(schedule)
+        if search.has_places(schedule, stages_per_device)
     ]
+    if not choices:
+        raise ValueError(
+            f"`Pipeline.schedules` {tuple(options.pipeline.schedules)} need equal parts of the cluster whose number "
+            "divides that of the micro-batches with 'interleaved', and as many layers as stages at least: "
+            f"{options.cluster.num_devices} devices and {len(in_order[0].chain)} layers have none with "
+            f"{options.pipeline.microbatch_counts} micro-batches."
+        )
     simulated: list[_Simulated] = []
 
     def candidate(number: int, choice: _Choice) -> Candidate[_Simulated]:

@@ -41,8 +41,8 @@ def test_a_searched_pipeline_has_the_results_of_one_device(schedule, num_stages,
 
 def leave_two_devices(monkeypatch):
     """Leaves two halves of the devices: one stage on all of them would be faster for a small model."""
-    places = EvenDivisionSearch._places
-    monkeypatch.setattr(EvenDivisionSearch, "_places", lambda self: [one for one in places(self) if one[0] == 2])
+    places = EvenDivisionSearch.places
+    monkeypatch.setattr(EvenDivisionSearch, "places", lambda self: [one for one in places(self) if one[0] == 2])
 
 
 def interleaved_plan(**changes):
@@ -114,6 +114,13 @@ def test_a_page_has_a_row_for_each_device_with_all_of_its_stages():
 def test_a_damaged_plan_is_refused(changes, message):
     with pytest.raises(PlanError, match=message):
         from_json(to_json(interleaved_plan(**changes)), "plan", diffshard.PipelinePlan)
+
+
+def test_a_cluster_without_equal_parts_is_refused():
+    cluster = diffshard.Cluster.from_devices(jax.devices()[:1], hardware="h100")
+    pipeline = diffshard.Pipeline(microbatches=4, schedules=("interleaved", "zb-v"))
+    with pytest.raises(ValueError, match=r"need equal parts of the cluster .* 1 devices and 7 layers"):
+        diffshard.search(train_step, cluster, pipeline=pipeline).plan(*arguments())
 
 
 @pytest.mark.parametrize(
