@@ -87,6 +87,10 @@ class StepSearch:
             return self.divisions.candidates(schedule, is_over)
         return self._even(schedule, stages_per_device).candidates(is_over)
 
+    def has_places(self, schedule: Schedule, stages_per_device: int) -> bool:
+        """Tells whether there are devices for a schedule, whatever they have of memory."""
+        return schedule in BY_STAGES_LEFT or any(self._even(schedule, stages_per_device).places())
+
     def bound(self, schedule: Schedule, stages_per_device: int, target_s: float, is_over: Callable[[], bool]) -> float:
         """Returns what every division takes at least, as `DivisionSearch.bound`."""
         if schedule in BY_STAGES_LEFT:

@@ -18,6 +18,7 @@ from diffshard.pipelines.stage_memory import compiled_program
 from diffshard.plans.formats import format_s
 from search_spaces.pipelines import grouped_program
 from search_spaces.pipelines.example_groups import in_groups
+from search_spaces.pipelines.split_backward import with_split_backward
 from search_spaces.pipelines.stage_labels import Label
 from search_spaces.pipelines.stage_programs import staged_step
 from search_spaces.replay import bind
@@ -62,18 +63,20 @@ def grouped(step, args, num_stages, num_microbatches, num_groups):
 
 
 @pytest.mark.parametrize(
-    ("step", "args", "num_stages", "num_microbatches", "num_groups"),
+    ("step", "args", "num_stages", "num_microbatches", "num_groups", "schedule"),
     [
-        (small_pipeline.train_step, small_pipeline.arguments, 2, 2, 4),  # tied embedding, masks, clipping, a maximum
-        (scanned_models.train_step, scanned_models.arguments, 2, 4, 2),  # masks inside of the scan
-        (mlp_step, mlp_arguments, 1, 4, 2),
+        (small_pipeline.train_step, small_pipeline.arguments, 2, 2, 4, "1f1b"),  # tied embedding, masks, clipping
+        (scanned_models.train_step, scanned_models.arguments, 2, 4, 2, "1f1b"),  # masks inside of the scan
+        (mlp_step, mlp_arguments, 1, 4, 2, "1f1b"),
+        (scanned_models.train_step, scanned_models.arguments, 2, 2, 2, "zb-h1"),
     ],
 )
-def test_results_are_those_of_one_device(step, args, num_stages, num_microbatches, num_groups):
+def test_results_are_those_of_one_device(step, args, num_stages, num_microbatches, num_groups, schedule):
     args = args()
     staged, cut = grouped(step, args, num_stages, num_microbatches, num_groups)
     assert staged.num_microbatches == num_microbatches
-    graph = graph_of("1f1b", num_stages, num_microbatches)
+    staged = with_split_backward(staged) if schedule == "zb-h1" else staged
+    graph = graph_of(schedule, num_stages, num_microbatches)
     execution = StagedExecution(staged, meshes([2] * num_stages), graph, lambda stage, key: None)
     found = cut.result(execution(cut.flat_arguments(jax.tree.leaves(args))))
     found = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, diffshard.pipelines.StagedArray) else x, found)
