@@ -153,6 +153,22 @@ def test_a_search_with_several_formats_takes_what_the_limit_allows():
     assert GRADIENTS in {trial.name for trial in measured.formats.trials} | {"round 1"}
 
 
+def test_residuals_go_with_the_largest_argument_wherever_it_is_returned():
+    def step(number, params, batch):
+        after, loss = train_step(params, batch)
+        return loss, (number + 1, [after])
+
+    mesh = mesh_of()
+    shardings = NamedSharding(mesh, P()), NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    formats = diffshard.formats.Formats(1.0, **FORMATS)
+    planned_step = diffshard.search(step, mesh, hardware=slow_links(mesh), formats=formats, in_shardings=shardings)
+    loss, (number, [after]) = planned_step(jnp.zeros((), jnp.int32), *arguments())
+    assert number == 1
+    assert isinstance(after, diffshard.formats.Carried)
+    assert isinstance(planned_step.plan(number, after.state, arguments()[1]).out_shardings[1][1][0], type(after))
+    assert planned_step(number, after, arguments(1)[1])[0] != loss
+
+
 def test_what_error_feedback_does_not_go_with():
     def loss_alone(params, batch):
         return train_step(params, batch)[1]
