@@ -40,7 +40,7 @@ class Carried(NamedTuple):
 
 
 def carrying_parameter(traced_function: TracedFunction) -> str | None:
-    """Returns the name of the argument that residuals go with: the largest that a result replaces; None if none does."""
+    """Returns the argument that residuals go with: the largest that a result replaces; None if none does."""
     call, num_bytes = traced_function.call, Counter[str]()
     for argument in sorted(a for a in traced_function.graph.feedback if a is not None):
         array = call.arrays[argument]

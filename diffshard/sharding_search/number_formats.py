@@ -67,8 +67,8 @@ class Formats:
         with " with error feedback", for sums of gradients: what rounding loses is added in the next step. Where a plan
         has such sums the step takes and returns a `Carried` in the place of the state.
       kept: the formats of codes, as for `sums`, as which arrays may be kept from the forward to the backward pass, also
-        those that a scan stacks for it. That
-        takes time and saves memory, so that it is chosen where the memory limit asks for it.
+        those that a scan stacks for it. That takes time and saves memory, so that it is chosen where the memory limit
+        asks for it.
     """
 
     max_loss_increase: float

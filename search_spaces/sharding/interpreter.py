@@ -7,7 +7,7 @@ how it is resharded and computed with is left to `Arrays`.
 """
 
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -305,7 +305,7 @@ class GraphInterpreter:
 
     def _scan(self, env: Environment, region: Region) -> None:
         stacks = [self.graph.vertices[v.vertex] for v in region.results[len(region.carries) :]]
-        residuals = [key for key in map(_Residual, sorted(_vertices_in(region.blocks[0]))) if key in env]
+        residuals = [key for key in map(_Residual, sorted(region.blocks[0].operations())) if key in env]
 
         def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
             slices = [x if c is None else self._decoded(x, c) for x, c in zip(xs, coded, strict=False)]
@@ -389,15 +389,6 @@ class GraphInterpreter:
         results = self.flow.switch(index, [branch(i, b) for i, b in enumerate(region.blocks)])
         for join, array in zip(joins, results, strict=True):
             self._enter(env, join, array)
-
-
-def _vertices_in(block: Block) -> Iterator[int]:
-    for step in block.steps:
-        if isinstance(step, Region):
-            for inner in step.blocks:
-                yield from _vertices_in(inner)
-        else:
-            yield step.index
 
 
 def _scattered_dimension(strategy: ShardingStrategy) -> int:

@@ -122,7 +122,7 @@ def test_residuals_go_to_plans_of_other_meshes(planned):
         assert isinstance(exact.shard(state), dict)
 
 
-def test_one_device_measures_the_losses_of_the_program_and_feedback_is_worth_something(planned):
+def test_one_device_measures_the_losses_of_the_program(planned):
     args, steps = arguments(), 6
     options = Options(fn=train_step, mesh=mesh_of(), hardware=slow_links(mesh_of()), memory_limit_bytes=1e12)
     traced = trace_function(options, args)
