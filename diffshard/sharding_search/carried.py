@@ -4,7 +4,9 @@ A step with residuals takes and returns `Carried` in the place of its state, and
 state itself, so that a training loop is the same for all plans. `Plan.shard` makes the one of the other.
 """
 
+import math
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -38,13 +40,12 @@ class Carried(NamedTuple):
 
 
 def carrying_parameter(traced_function: TracedFunction) -> str | None:
-    """Returns the name of the argument whose place residuals take: the one that the first result to replace one does.
-
-    None if no result replaces an argument as a whole.
-    """
-    replaced = next((a for a in traced_function.graph.feedback if a is not None), None)
-    call = traced_function.call
-    return None if replaced is None else call.parameters[call.numbers[replaced]]
+    """Returns the argument that residuals go with: the largest that a result replaces; None if none does."""
+    call, num_bytes = traced_function.call, Counter[str]()
+    for argument in sorted(a for a in traced_function.graph.feedback if a is not None):
+        array = call.arrays[argument]
+        num_bytes[call.parameters[call.numbers[argument]]] += math.prod(array.shape) * array.dtype.itemsize
+    return max(num_bytes, key=lambda name: num_bytes[name], default=None)
 
 
 def planned_residuals(traced_function: TracedFunction, space: ShardingSpace, layout: Layout) -> tuple[Tensor, ...]:

@@ -66,8 +66,9 @@ class Formats:
         "float8", "int8" and "int4". Of those with as many bits as the sums themselves nothing is sent. Each may end
         with " with error feedback", for sums of gradients: what rounding loses is added in the next step. Where a plan
         has such sums the step takes and returns a `Carried` in the place of the state.
-      kept: the formats of codes, as for `sums`, as which arrays may be kept from the forward to the backward pass. That
-        takes time and saves memory, so that it is chosen where the memory limit asks for it.
+      kept: the formats of codes, as for `sums`, as which arrays may be kept from the forward to the backward pass, also
+        those that a scan stacks for it. That takes time and saves memory, so that it is chosen where the memory limit
+        asks for it.
     """
 
     max_loss_increase: float

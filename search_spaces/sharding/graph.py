@@ -134,6 +134,15 @@ class Block:
     steps: list[Vertex | Region]
     outputs: list[Operand]
 
+    def operations(self) -> Iterator[int]:
+        """Returns the indices of the operations that run in the block, and in the regions inside it."""
+        for step in self.steps:
+            if isinstance(step, Region):
+                for block in step.blocks:
+                    yield from block.operations()
+            else:
+                yield step.index
+
 
 @dataclass(eq=False)
 class Graph:

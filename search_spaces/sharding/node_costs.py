@@ -109,6 +109,8 @@ class NodeCosts:
         local = self.compute_s(vertex, strategies) + self.preference_s(vertex, strategies)
         if vertex.index in self._priced:
             local += np.array([self._format_price_s(vertex, s) for s in strategies])
+        if vertex.kind == "stack":
+            local += np.array([self.keeping_s(vertex, vertex.results[0], s.results[0], s.kept_in) for s in strategies])
         return local + np.array([self.reduction_s(vertex, s) + self._own_collectives_s(vertex, s) for s in strategies])
 
     def _format_price_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
@@ -271,9 +273,7 @@ class NodeCosts:
     def hub_s(self, node: Node) -> np.ndarray:
         """Returns the seconds in which a hub's value is encoded and decoded, `[S_v]`; 0 where it is kept as it is."""
         assert node.hub is not None
-        return np.array(
-            [self.keeping_s(node.hub, s.results[0], s.kept_in, node.vertex.weight) for s in node.strategies]
-        )
+        return np.array([self.keeping_s(node.vertex, node.hub, s.results[0], s.kept_in) for s in node.strategies])
 
     def chosen_keeping_s(self, vertex: Vertex, layout: Layout) -> float:
         """Returns the seconds in which a layout's codes of a result are made for the backward pass, and decoded."""
@@ -281,15 +281,19 @@ class NodeCosts:
         if not kept_in:
             return 0.0
         (value,) = vertex.results
-        return self.keeping_s(value, layout.value_specs[value.id], kept_in, vertex.weight)
+        return self.keeping_s(vertex, value, layout.value_specs[value.id], kept_in)
 
-    def keeping_s(self, value: Value, spec: IndexedSpec, kept_in: str, weight: float) -> float:
-        """Returns the seconds in which a value with a spec is encoded to be kept, and decoded; 0 for no format."""
+    def keeping_s(self, vertex: Vertex, value: Value, spec: IndexedSpec, kept_in: str) -> float:
+        """Returns the seconds in which a vertex's value with a spec is encoded to be kept, and decoded.
+
+        They are 0 for no format. Each trip of a loop has its part of a stack.
+        """
         if not kept_in:
             return 0.0
         num_bytes = local_bytes(value, spec, self.axis_sizes) * (1 + CODES[kept_in].bits / 8 / value.dtype.itemsize)
+        num_bytes /= value.shape[0] if vertex.kind == "stack" else 1
         kernel_s = float(roofline_s(0.0, np.array(2 * num_bytes), str(value.dtype), self.hardware))
-        return weight * (kernel_s + 2 * self.hardware.kernel_launch_s)
+        return vertex.weight * (kernel_s + 2 * self.hardware.kernel_launch_s)
 
     def own_collectives(self, vertex: Vertex, strategy: ShardingStrategy) -> list[PricedCollective]:
         """Returns what an opaque operation or a `shard_map` sends itself, with its seconds in one run.

@@ -265,11 +265,11 @@ class ShardingSpace:
     def node_of(self, key: FormatKey) -> int:
         """Returns the index of the node that decides whether something is in fewer bits."""
         is_kept = isinstance(key, Coded) and key.kind == "kept"
-        return self.hub_node[self.graph.vertices[key[0]].results[0].id] if is_kept else key[0]
+        return self.hub_node.get(self.graph.vertices[key[0]].results[0].id, key[0]) if is_kept else key[0]
 
     @cached_property
     def residuals(self) -> Residuals:
-        """The arrays that can be kept as codes for the backward pass: those with a hub."""
+        """The arrays that can be kept as codes for the backward pass: those with a hub, and stacks of loops."""
         return Residuals(self.graph, self.lifetimes, self.hub_node.keys())
 
     @cached_property
