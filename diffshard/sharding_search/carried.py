@@ -109,9 +109,10 @@ def placed_residuals(plan: PlanData, mesh: Mesh, residuals: Mapping[str, Any]) -
         elif jnp.shape(array) == shape:
             placed[key] = jax.device_put(array, sharding)
         else:
-            of_one = NamedSharding(mesh, PartitionSpec(None, *sharding.spec[1:]))
-            whole = jax.device_put(refitted(array, (1, *shape[1:])), of_one)
-            placed[key] = jax.jit(refitted, static_argnums=1, out_shardings=sharding)(whole, shape)
+            if not isinstance(array, jax.Array) or array.sharding.device_set != sharding.device_set:
+                of_one = NamedSharding(mesh, PartitionSpec(None, *sharding.spec[1:]))
+                array = jax.device_put(refitted(array, (1, *shape[1:])), of_one)
+            placed[key] = jax.jit(refitted, static_argnums=1, out_shardings=sharding)(array, shape)
     if dropped := sorted(residuals.keys() - placed.keys()):
         warnings.warn(
             f"The plan sends {len(dropped)} of the sums without error feedback whose residuals are given: what was not "

@@ -1,5 +1,6 @@
 """Sums with error feedback in a search: measured, carried by the step, saved, and restored on other devices."""
 
+import dataclasses
 import warnings
 
 import jax
@@ -10,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import diffshard
+from diffshard.plans.consistency import check_plan
 from diffshard.sharding_search.call import array_types
 from diffshard.sharding_search.format_losses import MeasuredLosses
 from diffshard.sharding_search.number_formats import all_groups
@@ -77,6 +79,8 @@ def test_the_step_carries_residuals_and_a_loop_is_the_same_with_and_without(plan
     plan.save(tmp_path / "plan.json")
     loaded = diffshard.Plan.load(tmp_path / "plan.json", mesh_of())
     assert loaded == plan
+    with pytest.raises(ValueError, match="`residuals` must be of the 2 operations"):
+        check_plan(dataclasses.replace(plan, residuals=plan.residuals[1:]))
     applied = loaded.apply(train_step)
     for first, second in zip(jax.tree.leaves(after), jax.tree.leaves(applied(state, args[1])[0]), strict=True):
         np.testing.assert_array_equal(first, second)
