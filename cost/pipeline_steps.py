@@ -75,7 +75,6 @@ def pipeline_step(
       num_microbatches: M.
       end_s: `[S]`, what each stage does at the end of a step; a device does that of its stages one after the other.
       overlap: how steps overlap with "2bw".
-      stages_per_device: as in `cost.pipeline_schedules.graph_of`.
 
     Raises:
       ValueError: as `cost.pipeline_times.simulate`, or `end_s` is not S seconds.

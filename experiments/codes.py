@@ -15,20 +15,13 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 
-import jax
-import numpy as np
 import optax
-from jax.sharding import AbstractMesh, AxisType
 
 import diffshard
 from diffshard.checks.kernel_work import H100_HOST, achievable_rates
 from diffshard.checks.timeline import simulate
 from diffshard.plans.formats import format_s
-from diffshard.sharding_search.call import array_types
-from diffshard.sharding_search.format_losses import MeasuredLosses
 from diffshard.sharding_search.number_formats import GRADIENTS, KEPT
-from diffshard.sharding_search.options import Options
-from diffshard.sharding_search.tracing import space_of, trace_function
 from experiments.format_models import MODELS, Setting
 from experiments.formats import faster
 from experiments.host_devices import parse_mesh
@@ -38,29 +31,18 @@ from experiments.targets import MESHES
 from experiments.timeline_models import CASES
 from search_spaces.sharding.codes import FEEDBACK, FORMATS
 
-LATE_SHARE = 0.2
-"""The last losses of a training, of which the mean is compared."""
-
 
 def training_table(
     setting: Setting, names: Sequence[str], kinds: Sequence[str], steps: int, seeds: int, num_devices: int
 ) -> None:
     """Trains with everything exact, and with each kind of codes in each format, and prints the losses."""
-    trainings = [setting.training(seed, steps) for seed in range(seeds)]
     sums = [*names, *(name + FEEDBACK for name in names)] if "sums" in kinds else []
-    kept = names if "kept" in kinds else []
-    formats = diffshard.formats.Formats(1.0, trainings[0], steps=steps, products=(), sums=sums, kept=kept)
-    mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,))
-    hardware = diffshard.preset("h100", dict(mesh.shape))
-    options = Options(fn=setting.small.step, mesh=mesh, hardware=hardware, memory_limit_bytes=np.inf)
-    traced = trace_function(options, trainings[0][0])
-    types, space = array_types(traced.call.arrays), space_of(options, traced)
-    losses = MeasuredLosses(formats, space, options, types, traced.out_paths, num_devices)
+    losses = setting.losses(steps, seeds, num_devices, products=(), sums=sums, kept=names if "kept" in kinds else [])
     chosen = [group for group in losses.groups.values() if group.place in (GRADIENTS, KEPT)]
     members = {"exact": frozenset(), **{group.name: group.members for group in chosen}}
-    rows, exact, runs = [], [], [[jax.tree.leaves(call) for call in training] for training in trainings]
+    rows, exact = [], []
     for name, keys in members.items():
-        late = [float(np.mean(losses.run({}, run, keys)[1][-round(LATE_SHARE * steps) :])) for run in runs]
+        late = losses.late_losses(keys)
         exact = exact or late
         rows.append([name, str(len(keys)), *(f"{loss - other:+.4f}" for loss, other in zip(late, exact, strict=True))])
         print(*rows[-1], sep="  ", flush=True)

@@ -118,9 +118,9 @@ def expert_setting(seed: int, num_experts: int = 16, num_workers: int = 4) -> Se
     generator = np.random.default_rng(seed)
     fair = num_experts // num_workers
     space = ExpertAssignmentSpace(
-        generator.uniform(1, 4, num_experts),
-        generator.choice([1.0, 2.0, 4.0], num_workers),
-        generator.integers(fair, 2 * fair + 1, num_workers),
+        generator.uniform(1, 4, num_experts).tolist(),
+        generator.choice([1.0, 2.0, 4.0], num_workers).tolist(),
+        generator.integers(fair, 2 * fair + 1, num_workers).tolist(),
     )
     return Setting(f"{num_experts} experts on {num_workers} workers", *split_loads(space.problem),
                    np.arange(num_experts) % num_workers)  # fmt: skip

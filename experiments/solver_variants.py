@@ -17,7 +17,7 @@ from diffshard.solving.flat import Flat
 from diffshard.solving.moves.forest import Forest, grow_forest
 from diffshard.solving.moves.polish import rounded_choice
 from diffshard.solving.phases.base import Clock, Phase, Search, Start
-from diffshard.solving.phases.improving import Annealing, Branches, Neighbourhoods, SideBySide, Walks
+from diffshard.solving.phases.improving import Annealing, Branches, Neighbourhoods, SideBySide, TemperedChains
 from diffshard.solving.phases.starts import DualClimb, DualStarts, QuotientStart, moves_from
 from diffshard.solving.solvers import gradient
 
@@ -102,7 +102,7 @@ VARIANTS: dict[str, Solver] = {
     "forests": functools.partial(gradient.solve, grow=grow_single_nodes),
     "annealing": without(Annealing),
     "neighbourhoods": without(Neighbourhoods),
-    "walks": without(Walks),
+    "chains": without(TemperedChains),
     "branches": without(Branches),
 }
 """The search as it is, and without what the name says; "presolve" is left out by `iopddl.run`."""

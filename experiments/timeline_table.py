@@ -1,9 +1,15 @@
-"""The table of `experiments.timeline`: rows in a file, one JSON document a line, and what they say together."""
+"""The table of `experiments.timeline`: rows in a file, one JSON document a line, and what they say together.
 
+    python -m experiments.timeline_table [docs/measured/timeline_rows.jsonl]
+
+prints, for each setting in a file, the found plan beside the best of all compiled experts; and for the models on which
+things were tuned and those that were held out, how many settings are where.
+"""
+
+import argparse
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +18,14 @@ import numpy as np
 from diffshard.checks.spans import COMPUTE
 from diffshard.checks.verify import format_error, relative_error
 from experiments.tables import print_table
+from experiments.timeline_models import CASES
 
 FOUND = "found"
 # Waits below this are left out of the table, whose times have one digit of a millisecond.
 SHORT_WAIT_S = 5e-5
+ROWS = Path("docs/measured/timeline_rows.jsonl")
+NEAR_STEP, NEAR_WAIT, LONGEST_WAITS = 0.05, 0.25, 5
+"""Relative errors within which a predicted step and a predicted wait count as near, and how many waits of a row do."""
 
 
 @dataclass(frozen=True)
@@ -145,16 +155,90 @@ def _in_words(waits_s: Mapping[str, float]) -> str:
     return ", ".join(f"{kind} {1e3 * s:.1f}" for kind, s in longest_first if s >= SHORT_WAIT_S)
 
 
+def by_setting(rows: Iterable[Row]) -> list[list[Row]]:
+    """Returns the rows of each model, mesh and batch, in the order in which these appear."""
+    settings: dict[tuple[str, str, int], list[Row]] = {}
+    for row in rows:
+        settings.setdefault(row.key[:3], []).append(row)
+    return list(settings.values())
+
+
 def print_rows(rows: Sequence[Row], heading: str) -> None:
     """Prints a table for each model and mesh, then the found plans over the best experts'."""
-    settings = [(key, list(group)) for key, group in groupby(rows, lambda row: row.key[:3])]
-    for (model, mesh, batch), group in settings:
+    settings = by_setting(rows)
+    for group in settings:
+        model, mesh, batch = group[0].key[:3]
         best_s = best_expert_s(group)
         print_table(f"{model}, {mesh}, batch {batch}, {heading}", COLUMNS, (cells(row, best_s) for row in group))
-    for (model, mesh, _), group in settings:
+    for group in settings:
+        model, mesh, _ = group[0].key[:3]
         print(
             f"{model} {mesh}: found / best expert {over_best_expert(group):.3f}, "
             f"Kendall's tau of the prediction {ranking(group):.2f}"
         )
-    mean = geometric_mean(over_best_expert(group) for _, group in settings)
+    mean = geometric_mean(map(over_best_expert, settings))
     print(f"geometric mean of found / best expert over {len(settings)} settings: {mean:.3f}")
+
+
+def near_waits(row: Row) -> tuple[int, int]:
+    """Returns how many of a row's longest compiled waits are near those of the plan's timeline, and how many there are.
+
+    Waits are those of one kind of collective over the same axes.
+    """
+    longest = sorted(row.waited_s.items(), key=lambda wait: -wait[1])[:LONGEST_WAITS]
+    errors = [abs(row.played_waits_s.get(reason, 0.0) - s) / s for reason, s in longest if s >= SHORT_WAIT_S]
+    return sum(error <= NEAR_WAIT for error in errors), len(errors)
+
+
+def summary(settings: Sequence[Sequence[Row]]) -> tuple[str, ...]:
+    """Returns in words what settings with a found row say together, without a name; see `SUMMARY_COLUMNS`."""
+    ratios = np.array([over_best_expert(rows) for rows in settings])
+    found = [row for rows in settings for row in rows if row.plan == FOUND]
+    played = [row for row in found if row.played_s is not None]
+    steps = [(row.predicted_s, row.timeline_s) for row in found]
+    played_steps = [(row.played_s, row.timeline_s) for row in played if row.played_s is not None]
+    near, longest = np.sum([near_waits(row) for row in played] or [(0, 0)], axis=0)
+    near_steps = [
+        f"{sum(abs(own - s) <= NEAR_STEP * s for own, s in pairs)} of {len(pairs)}" for pairs in (steps, played_steps)
+    ]
+    above = f"{np.sum(ratios > 1)} of {np.sum(np.isfinite(ratios))}"
+    return f"{geometric_mean(ratios):.3f}", above, f"{np.nanmax(ratios):.3f}", *near_steps, f"{near} of {longest}"
+
+
+SUMMARY_COLUMNS = (
+    "settings", "found / best expert", "above 1", "largest", "sum within 5%", "played within 5%", "waits within 25%"
+)  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints both tables of a file of rows."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("file", type=Path, nargs="?", default=ROWS, help="of rows, as `experiments.timeline` adds them")
+    parser.add_argument("--experts", nargs="+", help="the plans by hand that count, such as fsdp; without it all do")
+    options = parser.parse_args(argv)
+    known = read_rows(options.file)
+    settings = by_setting(row for row in known if not options.experts or row.plan in (FOUND, *options.experts))
+    if not settings:
+        parser.error("the file has no rows.")
+    rows = []
+    for group in settings:
+        by_hand = [row for row in group if row.plan != FOUND]
+        best = min(by_hand, key=lambda row: row.timeline_s, default=None)
+        found = [f"{1e3 * row.timeline_s:.1f}" for row in group if row.plan == FOUND]
+        expert = (best.plan, f"{1e3 * best.timeline_s:.1f}") if best else ("", "")
+        rows.append((f"{group[0].model}, {group[0].mesh}", *(found or [""]), *expert,
+                     f"{over_best_expert(group):.3f}", len(by_hand)))  # fmt: skip
+    columns = ("setting", "found, ms", "best expert", "ms", "found / best", "experts")
+    print_table("Found plans beside the best experts", columns, rows)
+    held_out = [rows for rows in settings if CASES[rows[0].model].is_held_out]
+    tuned = [rows for rows in settings if rows not in held_out]
+    parts = (("tuned", tuned), ("held out", held_out), ("all", settings))
+    print_table(
+        "Found plans, and predictions of their compiled programs",
+        SUMMARY_COLUMNS,
+        [(f"{name}, {len(part)}", *summary(part)) for name, part in parts if part],
+    )
+
+
+if __name__ == "__main__":
+    main()

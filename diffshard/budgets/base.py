@@ -313,9 +313,7 @@ def mean_step_s(phases: Sequence[Phase], total_s: float, total_steps: float) -> 
     """Returns seconds of a step in the mean over all phases; inf where there are no steps.
 
     Args:
-      phases: of one job.
       total_s: of all steps and moves, which counts where phases have numbers of steps.
-      total_steps: of all phases.
     """
     seconds = _duration_s(phases) or total_s
     return seconds / total_steps if total_steps else math.inf

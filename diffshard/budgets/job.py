@@ -33,9 +33,7 @@ class Candidate(NamedTuple):
     """A choice for one phase.
 
     Attributes:
-      choice: of the phase's space.
       step_s: seconds of a step.
-      specs: of each flat argument.
     """
 
     choice: Choice
@@ -44,13 +42,7 @@ class Candidate(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What choices for all phases amount to.
-
-    Attributes:
-      candidates: one for each phase.
-      moves: from each phase into the next.
-      num_steps: in each phase.
-    """
+    """What choices for all phases amount to."""
 
     candidates: tuple[Candidate, ...]
     moves: tuple[Move, ...]
@@ -61,11 +53,7 @@ class Job(NamedTuple):
     """A function with its phases. Those that are equal share their request and solution.
 
     Attributes:
-      phases: as they were given.
-      requests: what each phase's plan is about.
-      solutions: of each phase alone.
       alone: the plans of these solutions, with what they compute again; None where nothing may be.
-      devices: of each phase.
       links: for each move, the links of which the slowest counts.
     """
 
@@ -134,11 +122,7 @@ class Job(NamedTuple):
         return Outcome(tuple(candidates), tuple(moves), tuple(num_steps))
 
     def num_steps(self, phase: int, candidate: Candidate, move_s: float) -> float:
-        """Returns the steps of a phase after a move into it; 0 where the move takes longer than the phase.
-
-        Raises:
-          ValueError: steps that take no time are to fill a duration.
-        """
+        """Returns the steps of a phase after a move into it; 0 where the move takes longer than the phase."""
         steps, duration_s = self.phases[phase].num_steps, self.phases[phase].duration_s
         if steps is not None or duration_s is None:
             return float(steps or 0)
@@ -293,11 +277,7 @@ def _refuse_lost_changes(sentence: str) -> None:
 def _links_between(
     phase: int, before: tuple[Phase, Options], after: tuple[Phase, Options], move_link: Link | None
 ) -> tuple[Link, ...]:
-    """Returns the links over which state may move into a phase.
-
-    Raises:
-      ValueError: both phases have a single device, not the same one, so that no link is known.
-    """
+    """Returns the links over which state may move into a phase."""
     if move_link is not None:
         return (move_link,)
     links = links_between(*((options.hardware, options.mesh.shape) for _, options in (before, after)))

@@ -10,7 +10,7 @@ from cost.clusters import Cluster
 from cost.host_groups import Hosts
 from cost.pipeline_schedules import Schedule
 from diffshard.command.arguments import UsageError, arguments
-from diffshard.pipelines.base import RUN_SCHEDULES, GradientReduction, Pipeline
+from diffshard.pipelines.base import GradientReduction, Pipeline
 
 _OF_PIPELINES = (
     "microbatches",
@@ -40,7 +40,7 @@ def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
         type=schedules,
         metavar="NAME[,NAME...]",
         help="some of 1f1b, eager, gpipe; default: all of these. Alone: 2bw, gradients of the step before. "
-        "Also: interleaved, several stages on each device",
+        "Also: interleaved, zb-h1, zb-v",
     )
     group.add_argument(
         "--stages-per-device", type=whole_numbers, metavar="N[,N...]", help="for interleaved; default: 2"
@@ -117,7 +117,7 @@ def whole_numbers(text: str) -> tuple[int, ...]:
 
 def schedules(text: str) -> tuple[Schedule, ...]:
     """Reads names of schedules, such as `1f1b,eager`."""
-    names: dict[str, Schedule] = {name: name for name in RUN_SCHEDULES}
+    names: dict[str, Schedule] = {name: name for name in get_args(Schedule)}
     unknown = [part for part in text.split(",") if part not in names]
     if unknown:
         raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no schedule; there are {', '.join(names)}")

@@ -136,8 +136,9 @@ def resume(
                 shardings = [NamedSharding(plan.placed_mesh, tensor.partition_spec) for tensor in tensors]
                 if plan.residuals and parameter_of(plan.residuals[0]) != plan.parameters[0]:
                     raise ValueError(
-                        "`fn` must return the new state, its first argument, as the first part of the result that "
-                        "replaces an argument, for sums with error feedback, whose residuals are saved with it."
+                        f"`{plan.parameters[0]}` must be the largest argument that `fn` returns anew, for sums with "
+                        f"error feedback, whose residuals are saved with the state: "
+                        f"`{parameter_of(plan.residuals[0])}` is larger."
                     )
         except BaseException:
             if ownership is not None:

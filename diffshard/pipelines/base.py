@@ -4,13 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from cost.pipeline_schedules import BY_STAGES_LEFT, Schedule, checked_stages_per_device
+from cost.pipeline_schedules import BY_STAGES_LEFT, Schedule, checked_stages_per_device, splits_backward
 from cost.real_numbers import whole_number
 from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.plans.base import BatchMeans, GradientReduction, ResidualUse
-
-RUN_SCHEDULES: tuple[Schedule, ...] = (*BY_STAGES_LEFT, "interleaved")
-"""The schedules that programs run; the others are simulated only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +19,11 @@ class Pipeline:
       batch_argnames: further such arguments by name.
       microbatches: numbers of micro-batches to try; those that do not divide the batch are left out.
       max_stages: the largest number of stages.
-      schedules: the schedules to try: "1f1b", "eager", "gpipe", and "interleaved", by which each device holds several
-        stages; its devices are equal parts of the cluster, of one kind, and their number divides that of the
-        micro-batches. Alone and never by default: "2bw", which changes the results: gradients are those of the weights
-        of one step ago, as `diffshard.pipelines.delayed` has them.
+      schedules: the schedules to try: "1f1b", "eager", "gpipe". On equal parts of the cluster, of one kind:
+        "interleaved", by which each device holds several stages, and the number of devices divides that of the
+        micro-batches; "zb-h1", which computes the gradients of weights where stages would wait; and "zb-v", which does
+        so with two stages on each device. Alone and never by default: "2bw", which changes the results: gradients are
+        those of the weights of one step ago, as `diffshard.pipelines.delayed` has them.
       stages_per_device: how many stages a device may hold with "interleaved"; each number is tried.
       gradient_reductions: how often gradients may be reduced over the devices that share the examples of a micro-batch:
         "each_microbatch", or "once", when the step ends. The latter sends less, and each device keeps a whole total of
@@ -66,8 +64,8 @@ class Pipeline:
             raise ValueError(f"`Pipeline.max_replicas` must be a whole number, 1 or more, not {self.max_replicas!r}.")
         if isinstance(self.schedules, str):
             raise TypeError(f"`Pipeline.schedules` must be a tuple of names, such as ({self.schedules!r},), not text.")
-        if not self.schedules or any(name not in RUN_SCHEDULES for name in self.schedules):
-            raise ValueError(f"`Pipeline.schedules` must be some of {RUN_SCHEDULES}, not {self.schedules!r}.")
+        if not self.schedules or any(name not in get_args(Schedule) for name in self.schedules):
+            raise ValueError(f"`Pipeline.schedules` must be some of {get_args(Schedule)}, not {self.schedules!r}.")
         ways = get_args(GradientReduction)
         given = self.gradient_reductions
         if isinstance(given, str) or not given or any(way not in ways for way in given):
@@ -102,9 +100,14 @@ class Pipeline:
                 f"`Pipeline.stages_per_device` must be whole numbers, 2 or more, not {self.stages_per_device!r}: with "
                 'one stage on each device "interleaved" is "1f1b".'
             )
-        even = [name for name in self.schedules if name not in BY_STAGES_LEFT]
+        even: list[Schedule] = [name for name in self.schedules if name not in BY_STAGES_LEFT]
         if even and self.max_replicas > 1:
             raise ValueError(f"`Pipeline.max_replicas` must be 1 with the schedule {even[0]!r}: all devices are alike.")
+        if "offload" in self.residuals and any(splits_backward(name) for name in even):
+            raise ValueError(
+                "`Pipeline.residuals` must not have 'offload' with schedules that compute the gradients of weights "
+                f"apart, {even}: both programs would copy what they read from the host."
+            )
         for name in even:
             least = 2 * min(self.stages_per_device_of(name))
             most = 2 * self.max_stages // least

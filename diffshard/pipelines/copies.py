@@ -23,8 +23,6 @@ class CopyCount:
     """How many copies a step made.
 
     Attributes:
-      copies: of arrays, to one stage each.
-      bytes: that arrived at all devices together.
       blocked: copies that may have waited on the host: what they read was not ready before the call and was ready after
         it. A copy whose source ended just then counts too, so that the number is never too low.
       blocked_s: seconds that these calls took together.
@@ -37,11 +35,7 @@ class CopyCount:
 
 
 class Copier:
-    """Copies arrays between sub-meshes, and counts. Programs for copies between processes are made once.
-
-    Attributes:
-      count: since the last `restart`.
-    """
+    """Copies arrays between sub-meshes, and counts. Programs for copies between processes are made once."""
 
     def __init__(self):
         self.restart()
@@ -64,8 +58,6 @@ class Copier:
 
         Args:
           array: on `source`; None in a process that owns none of it.
-          aval: its shape and dtype.
-          source: where it is.
           target: where it goes; has equal shards, of as many parts.
 
         Returns:

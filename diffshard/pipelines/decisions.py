@@ -63,12 +63,7 @@ class RecordingProcesses(Processes):
 
 @dataclass(frozen=True)
 class DecidedProcesses(Processes):
-    """Processes that take decisions from a plan, in its order, and decide nothing themselves.
-
-    Attributes:
-      decisions: of the plan.
-      taken: what was taken so far.
-    """
+    """Processes that take decisions from a plan, in its order, and decide nothing themselves."""
 
     decisions: tuple[Decision, ...] = ()
     taken: list[str] = field(default_factory=list, compare=False)
@@ -95,17 +90,14 @@ class ChosenPipeline(NamedTuple):
 
     Attributes:
       num_microbatches: M.
-      schedule: of the forward and backward operations.
       stages: the layers and the submesh of each.
       in_flight: `[S]`, how many micro-batches each keeps at most.
       bound_s: no pipeline that could be chosen takes less.
       tried: numbers of micro-batches and schedules with the seconds of the best step.
       num_groups: R, over how many groups of examples gradients are reduced once; 1: in each micro-batch.
-      notes: sentences for the user.
       recomputed: `[S]`, what each makes again (`StageLayout.recomputed`); empty: each stage is searched for it.
       offloaded: `[S]`, what waits on the host (`StageLayout.offloaded`); as long as `recomputed`.
       estimate_s: what a step takes before the programs of the stages are planned one by one.
-      stages_per_device: how many stages each device holds.
     """
 
     num_microbatches: int
@@ -130,7 +122,6 @@ def shared_layouts(
     Args:
       processes: those that own devices of the cluster.
       staged: the step in stages, the same in all of them.
-      solve: finds the layouts.
 
     Raises:
       InfeasibleError: as `solve`, in all processes.

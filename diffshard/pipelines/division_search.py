@@ -63,14 +63,10 @@ class DivisionSearch:
     """The search for the stages of a step in M micro-batches.
 
     Args:
-      chain: its layers.
       num_microbatches: M.
-      cluster: the devices.
-      memory_limit_bytes: of a device of each kind.
       solve: solves an entry; raises `StageMemoryError` where it does not fit.
       least_layer_s: `least_layer_s(submesh)`: what a micro-batch and the step's end take at least in each layer on a
         submesh, `[L]` both.
-      max_stages: the largest number of stages.
     """
 
     chain: LayerChain

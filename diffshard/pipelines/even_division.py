@@ -43,8 +43,6 @@ class EvenDivisionSearch:
 
     Args:
       divisions: what is known of stages, each with its part of a device's memory.
-      schedule: of the pipeline.
-      stages_per_device: how many stages each submesh holds.
     """
 
     divisions: DivisionSearch
@@ -54,7 +52,7 @@ class EvenDivisionSearch:
     def candidates(self, is_over: Callable[[], bool]) -> list[FoundDivision]:
         """Finds a division for each number of submeshes on which one fits; `bound_s` is the seconds of its step."""
         found = list[FoundDivision]()
-        for num_submeshes, p in self._places():
+        for num_submeshes, p in self.places():
             if found and is_over():
                 break
             with self.divisions.known.of_part((self.schedule, self.stages_per_device, num_submeshes, p)):
@@ -65,12 +63,12 @@ class EvenDivisionSearch:
     def bound(self) -> float:
         """Returns what every candidate takes at least: all arithmetic, evenly divided; infinite without candidates."""
         count, bounds = self.divisions.num_microbatches, []
-        for num_submeshes, p in self._places():
+        for num_submeshes, p in self.places():
             each_s, end_s = (float(np.sum(layers)) for layers in self.divisions.least_layer_s(p))
             bounds.append((count * each_s + end_s) / num_submeshes)
         return min(bounds, default=np.inf)
 
-    def _places(self) -> Iterator[tuple[int, int]]:
+    def places(self) -> Iterator[tuple[int, int]]:
         """Yields numbers of submeshes, and which submesh all of them are."""
         divisions, each = self.divisions, self.stages_per_device
         most = min(divisions.max_stages, len(divisions.chain)) // each

@@ -302,8 +302,10 @@ def check_execution(staged: StagedStep, meshes: Sequence[Mesh], graph: ScheduleG
                 raise ValueError(
                     f"`meshes` must have no device in common, but {device} is in those of stages {other} and {stage}."
                 )
-    if (graph.kind == WEIGHTS).any():
-        raise ValueError("`graph` must not split the backward pass: schedules such as 'zb-h1' are simulated only.")
+    if (graph.kind == WEIGHTS).any() != staged.has_split_backward:
+        raise ValueError(
+            "`graph` must split the backward pass, as 'zb-h1' does, where the programs of `staged` do, and only there."
+        )
     _check_processes(meshes)
     wrong = [position for position in donate if not 0 <= position < len(staged.inputs)]
     if wrong:

@@ -48,16 +48,8 @@ def applied_pipeline(
     """Returns the pipeline of a plan for a traced step.
 
     Args:
-      options: what is asked for.
-      plan: of an earlier search.
       steps: the step in some numbers of micro-batches, the plan's among them.
-      donated: which flat arguments are donated.
       processes: those that own devices of the cluster; all of them have the plan.
-      course: shows how far it is.
-
-    Raises:
-      PlanError: the plan was made for another function, arguments or cluster, or its decisions are not those of its
-        stages.
     """
     step = _step_of(plan, steps)
     check_fits(plan, options, step)
@@ -98,11 +90,7 @@ def layouts_of(plan: PipelinePlanData, staged: StagedStep) -> list[StageLayout]:
 
 
 def check_fits(plan: PipelinePlanData, options: PipelineOptions, step: UncutStep) -> None:
-    """Checks that a plan was made for a step and a cluster.
-
-    Raises:
-      PlanError: names the first thing that differs.
-    """
+    """Checks that a plan was made for a step and a cluster."""
     if not plan.decisions:
         raise PlanError(
             "The plan can only be shown: it was saved by a version that did not save the plans of the stages. Search "

@@ -106,7 +106,7 @@ def layer_seconds(
     """
     parts = [part_of(node) for node in space.nodes]
     shares = PartShares(space.graph, [part_of(Node(v, None, ())) for v in space.graph.vertices], space.hardware)
-    costs = NodeCosts(space.axis_sizes, space.hardware, space.reshard_costs, shares, space.kernels)
+    costs = NodeCosts(space.axis_sizes, space.hardware, space.reshard_costs, shares, space.kernels, space.forms)
     each_s, end_s = dict.fromkeys(layers, 0.0), dict.fromkeys(layers, 0.0)
     members: dict[LayerPart, list[int]] = {}
     for n, (node, part) in enumerate(zip(space.nodes, parts, strict=True)):

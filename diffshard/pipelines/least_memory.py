@@ -30,7 +30,6 @@ class StageNeed(NamedTuple):
 
     Attributes:
       least_bytes: no sharding that keeps all residuals needs less.
-      enough_bytes: some sharding needs no more.
     """
 
     least_bytes: float
@@ -41,8 +40,6 @@ class PipelineNeed(NamedTuple):
     """What the division needs that needs least.
 
     Attributes:
-      search: of its number of micro-batches.
-      entry: its stage that needs most.
       need: of that stage; None where only `share` is known of it.
       share: of the memory limit of the stage's devices; no division that keeps all residuals needs less.
     """
@@ -55,10 +52,6 @@ class PipelineNeed(NamedTuple):
 
 def least_need(searches: Sequence[StepSearch], is_over: Callable[[], bool]) -> PipelineNeed | None:
     """Returns the least that a pipeline needs, in any of some numbers of micro-batches.
-
-    Args:
-      searches: for each number of micro-batches.
-      is_over: tells whether there is no time left.
 
     Returns:
       None where no division can be placed on the devices at all.

@@ -34,10 +34,11 @@ def in_microbatches(
     >>> state, loss = jax.jit(step)(state, batch)
 
     Activations then take an eighth of the memory. Gradients and other sums over the batch are added up, and what needs
-    them, such as an optimiser's update, runs once. Random numbers are those of the whole batch, so that results differ
-    from those of `fn` by the rounding of sums only. Nothing in `fn` changes: what belongs to the batch is found in its
-    traced program. Modules of flax's nnx among the arguments are changed in place, once, as `nnx.jit` does; statistics
-    that they keep are those of the whole batch.
+    them, such as an optimiser's update, runs once. Where a gradient reads a mean over the batch, as that of the
+    balancing loss of a mixture of experts, a forward pass of its own makes the mean before. Random numbers are those of
+    the whole batch, so that results differ from those of `fn` by the rounding of sums only. Nothing in `fn` changes:
+    what belongs to the batch is found in its traced program. Modules of flax's nnx among the arguments are changed in
+    place, once, as `nnx.jit` does; statistics that they keep are those of the whole batch.
 
     Args:
       fn: a function of arrays, usually a whole training step.
@@ -118,7 +119,7 @@ def trace_in_microbatches(
       ValueError: the batch cannot be divided, or an operation mixes its examples; names the argument or the operation.
     """
     call = traced_call(fn, count, batch, args, kwargs)
-    return TracedMicrobatches(divided_call(call, count), call.arrays, call.paths, call.result)
+    return TracedMicrobatches(divided_call(call, count, estimates_sums=True), call.arrays, call.paths, call.result)
 
 
 def traced_call(

@@ -50,7 +50,6 @@ class _Prepared:
     """What runs calls with arrays of some types.
 
     Attributes:
-      found: the pipeline.
       execution: its programs on devices; None until the first call.
       is_checked: whether its results were held against one device.
     """

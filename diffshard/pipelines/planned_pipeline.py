@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from cost.clusters import Cluster
 from cost.host_groups import Submesh
-from cost.pipeline_schedules import Schedule, graph_of
+from cost.pipeline_schedules import Schedule, graph_of, splits_backward
 from cost.pipeline_steps import Overlap, pipeline_step
 from cost.pipeline_times import Simulation, StageTimes
+from diffshard.base import InfeasibleError
 from diffshard.pipelines.cutting import CutStep
 from diffshard.pipelines.decisions import ChosenPipeline, shared_layouts
 from diffshard.pipelines.layer_graphs import LayerChain
@@ -19,6 +20,7 @@ from diffshard.pipelines.overlapped_steps import chosen_overlap, overlap_bytes
 from diffshard.pipelines.plans.base import PipelinePlanData, PlannedReplica, PlannedStage
 from diffshard.pipelines.plans.consistency import simulated
 from diffshard.pipelines.solved_stages import Entry
+from diffshard.pipelines.split_memory import split_bytes
 from diffshard.pipelines.stage_plans import StageDevices, StagePlans, arguments_of, mesh_of, place_stages, sends_s
 from diffshard.pipelines.stage_programme import Stage
 from diffshard.pipelines.stage_search import StageLayout
@@ -27,6 +29,7 @@ from diffshard.pipelines.step_search import StepSearch
 from diffshard.plans.base import Tensor
 from diffshard.plans.formats import format_count
 from diffshard.processes import Processes
+from search_spaces.pipelines.split_backward import with_split_backward
 from search_spaces.pipelines.stage_programs import StagedStep
 
 _KEPT_BOUND = "The bound is for pipelines that keep all residuals. Some are made again here, and may be faster than it."
@@ -112,11 +115,13 @@ def planned_pipeline(
         devices.append(StageDevices(mesh_of(cluster, own, shape), cluster.hardware(submesh.kind, shape), layout))
     copied = [(i, key) for i, layout in enumerate(layouts) for key in layout.copied(staged.inputs)]
     staged = with_choices(search.programs(step, copied), layouts)
+    is_split = splits_backward(chosen.schedule)
+    staged = with_split_backward(staged) if is_split else staged
     course.step("planning the programs of the stages")
     limit_s = course.stage_limit_s(2 * len(stages))
     plans = StagePlans(staged, devices, processes, options, limit_s)
     course.is_interrupted |= any(plan.status == "interrupted" for plan in plans.plans.values())
-    forward_s, backward_s = plans.pass_seconds()
+    forward_s, backward_s = plans.pass_seconds("forward"), plans.pass_seconds("backward")
     for i, layout in enumerate(layouts):
         forward_s[i] += layout.offload_s
         backward_s[i] += layout.offload_s
@@ -125,7 +130,8 @@ def planned_pipeline(
         for i, (one, other) in enumerate(itertools.pairwise(stage.submesh for stage in stages))
     ]
     end_s = [layout.end_s for layout in layouts]
-    times = StageTimes(forward_s, backward_s, [f for f, _ in sends], [b for _, b in sends])
+    weights_s = plans.pass_seconds("weights") if is_split else None
+    times = StageTimes(forward_s, backward_s, [f for f, _ in sends], [b for _, b in sends], weights_s)
     price = partial(pipeline_step, times, chosen.schedule, count, end_s, stages_per_device=each)
     overlap: Overlap = "none"
     if chosen.schedule == "2bw":
@@ -137,6 +143,9 @@ def planned_pipeline(
         more = [overlap_bytes(staged, step.replaced, i, overlap, plans.sharding) for i in range(len(stages))]
         layouts = [replace(layout, peak_bytes=layout.peak_bytes + m) for layout, m in zip(layouts, more, strict=True)]
     simulation = price(overlap).simulation
+    if is_split:
+        more = [split_bytes(staged, i, simulation.graph, plans.sharding) for i in range(len(stages))]
+        layouts = [replace(layout, peak_bytes=layout.peak_bytes + m) for layout, m in zip(layouts, more, strict=True)]
     planned = [
         planned_stage(
             options,
@@ -150,9 +159,11 @@ def planned_pipeline(
             int(simulation.in_flight[i]),
             arguments_of(step, staged, layouts[i], i),
             each,
+            0.0 if weights_s is None else weights_s[i],
         )
         for i, stage in enumerate(stages)
     ]
+    _check_memory(planned)
     notes = (*chosen.notes, _KEPT_BOUND) if any(layout.recomputed for layout in layouts) else chosen.notes
     notes = (*notes, *_judged(plans)) if options.judge is not None else notes
     plan = predicted_plan(
@@ -166,6 +177,15 @@ def planned_pipeline(
         stages_per_device=each,
     )
     return FoundPipeline(with_bound(plan, chosen.bound_s), step, staged, plans, simulation)
+
+
+def _check_memory(stages: Sequence[PlannedStage]) -> None:
+    for i, stage in enumerate(stages):
+        if stage.peak_bytes > stage.memory_limit_bytes:
+            raise InfeasibleError(
+                f"Stage {i} needs {stage.peak_bytes:,.0f} bytes with what waits for the gradients of its weights, more "
+                f"than {stage.memory_limit_bytes:,.0f}."
+            )
 
 
 def _judged(plans: StagePlans) -> list[str]:
@@ -244,6 +264,7 @@ def planned_stage(
     in_flight: int,
     arguments: tuple[Tensor, ...],
     stages_per_device: int = 1,
+    weights_s: float = 0.0,
 ) -> PlannedStage:
     """Returns a stage as a plan shows it.
 
@@ -259,6 +280,7 @@ def planned_stage(
       in_flight: how many micro-batches it keeps at most.
       arguments: those that it keeps.
       stages_per_device: how many stages share the memory of its devices.
+      weights_s: of the gradients of its weights, where they are computed apart.
     """
     forward_s, backward_s, end_s = times_s
     return PlannedStage(
@@ -284,6 +306,7 @@ def planned_stage(
         offloaded_bytes=layout.offloaded_bytes,
         offload_s=layout.offload_s,
         arguments=arguments,
+        weights_s=weights_s,
     )
 
 

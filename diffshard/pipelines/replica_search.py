@@ -45,8 +45,6 @@ def weights_out_s(
     """Returns the seconds until a replica has the weights: the copies, their gathers, and what begins its step.
 
     Args:
-      cluster: the devices.
-      part: what the replica runs, of `replica_part`.
       layouts: `[S]`, of its stages.
       main: `[S]`, the submeshes of the main replica's stages.
       replica: `[S]`, those of the replica.
@@ -67,8 +65,6 @@ def sums_in_s(cluster: Cluster, part: StagedStep, main: Sequence[Submesh], repli
     """Returns the seconds of bringing a replica's sums to the main one's stages and of adding them there.
 
     Args:
-      cluster: the devices.
-      part: what the replica runs, of `replica_part`.
       main: `[S]`, the submeshes of the main replica's stages.
       replica: `[S]`, those of the replica.
     """
@@ -128,10 +124,7 @@ class ChosenReplicas(NamedTuple):
 
     Attributes:
       num_microbatches: M.
-      schedule: of all replicas.
       stages: the layers of each stage; their submeshes are not read.
-      replicas: the main one first.
-      step_s: predicted.
     """
 
     num_microbatches: int
@@ -144,14 +137,7 @@ class ChosenReplicas(NamedTuple):
 def choose_replicas(
     options: PipelineOptions, searches: Sequence[StepSearch], donated: Sequence[bool], is_over: Callable[[], bool]
 ) -> ChosenReplicas | None:
-    """Finds the best replicas with each number of micro-batches and schedule; None if none fit.
-
-    Args:
-      options: what is asked for.
-      searches: of the step in each number of micro-batches.
-      donated: which flat arguments are donated.
-      is_over: tells whether there is no time left.
-    """
+    """Finds the best replicas with each number of micro-batches and schedule; None if none fit."""
     order = kinds_by_speed(searches[0])
     kinds = order[: options.pipeline.max_replicas]
     best: ChosenReplicas | None = None
@@ -257,11 +243,7 @@ def _with_others(
 def solve_replica_stage(
     options: PipelineOptions, part: StagedStep, stage: int, submesh: Submesh, in_flight: int, time_limit_s: float
 ) -> StageLayout:
-    """Finds how a stage of a replica that keeps no state runs on a submesh of the cluster, in some time.
-
-    Raises:
-      InfeasibleError: it does not fit.
-    """
+    """Finds how a stage of a replica that keeps no state runs on a submesh of the cluster, in some time."""
     nothing = [None] * len(part.inputs)
     variants = StageVariants(
         options, part, stage, nothing, submesh, in_flight, is_donated=False, time_limit_s=time_limit_s

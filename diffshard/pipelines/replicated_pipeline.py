@@ -83,7 +83,7 @@ def planned_replicas(
     staged = plans.staged = replicated_step(steps, counts)
     graphs = [graph_of(schedule, size, m) for m in counts]
     in_flight = [simulate(*pair).in_flight for pair in zip(times, graphs, strict=True)]
-    forward_s, backward_s = plans.pass_seconds()
+    forward_s, backward_s = plans.pass_seconds("forward"), plans.pass_seconds("backward")
     planned = [
         planned_stage(
             options,
@@ -163,7 +163,7 @@ def _planned_programs(
 def _times(options: PipelineOptions, base: StagedStep, chosen: ChosenReplicas, plans: StagePlans) -> list[StageTimes]:
     """Returns what a micro-batch takes in the stages of each replica, and between them."""
     size, found = len(chosen.stages), []
-    forward_s, backward_s = plans.pass_seconds()
+    forward_s, backward_s = plans.pass_seconds("forward"), plans.pass_seconds("backward")
     for r, replica in enumerate(chosen.replicas):
         own, pairs = slice(r * size, (r + 1) * size), enumerate(itertools.pairwise(replica.submeshes))
         sends = [sends_s(base, options.cluster, i, *pair) for i, pair in pairs]

@@ -146,10 +146,12 @@ def _best_planned(
         "begin with an earlier plan", lambda: _begun(options, steps, chosen), kind=tuple[ChosenPipeline, ...]
     )
     given = partial(layouts_of, start) if begun and start is not None else None
-    for number, one in enumerate((*begun, *chosen[:_MOST_PLANNED])):
-        if best is not None and one.estimate_s >= (1 - _LEAST_GAIN) * best.plan.step_s:
+    refused: InfeasibleError | None = None
+    for number, one in enumerate((*begun, *chosen)):
+        is_enough = number >= len(begun) + _MOST_PLANNED
+        if best is not None and (is_enough or one.estimate_s >= (1 - _LEAST_GAIN) * best.plan.step_s):
             break
-        if number and processes.shared("search a pipeline", course.is_proof_over, kind=bool):
+        if best is not None and processes.shared("search a pipeline", course.is_proof_over, kind=bool):
             break
         wanted = one.num_microbatches, one.num_groups
         search = next(search for search in searches if (search.num_microbatches, search.num_groups) == wanted)
@@ -157,13 +159,14 @@ def _best_planned(
         one = recording.shared(CHOOSE_STAGES, partial(_same, one), kind=ChosenPipeline)
         try:
             found = planned_pipeline(options, search, one, recording, None if number else given)
-        except InfeasibleError:
-            if number or not begun:
-                raise
-            continue  # the start was made for more memory
+        except InfeasibleError as error:  # the start was made for more memory, or its split programs need more
+            refused = error
+            continue
         found = with_decisions(found, recording)
         best = found if best is None or found.plan.step_s < best.plan.step_s else best
-    assert best is not None
+    if best is None:
+        assert refused is not None
+        raise refused
     return best
 
 
@@ -238,7 +241,15 @@ def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], course: Co
         _Choice(search, schedule, stages_per_device)
         for search, schedule in itertools.product(in_order, options.pipeline.schedules)
         for stages_per_device in options.pipeline.stages_per_device_of(schedule)
+        if search.has_places(schedule, stages_per_device)
     ]
+    if not choices:
+        raise ValueError(
+            f"`Pipeline.schedules` {tuple(options.pipeline.schedules)} need equal parts of the cluster whose number "
+            "divides that of the micro-batches with 'interleaved', and as many layers as stages at least: "
+            f"{options.cluster.num_devices} devices and {len(in_order[0].chain)} layers have none with "
+            f"{options.pipeline.microbatch_counts} micro-batches."
+        )
     simulated: list[_Simulated] = []
 
     def candidate(number: int, choice: _Choice) -> Candidate[_Simulated]:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from search_spaces.pipelines.batch_states import Split
 from search_spaces.pipelines.microbatches import combined_with, merged, neutral
-from search_spaces.pipelines.stage_labels import NUMBER, Accumulation, Key, Label
+from search_spaces.pipelines.stage_labels import MICROBATCH_KINDS, NUMBER, Accumulation, Key, Label
 from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
 
 ShardingOf = Callable[[int, Key], NamedSharding | None]
@@ -168,7 +168,7 @@ class StageCalls:
     def is_local(self, key: Key) -> bool:
         """Tells whether an array belongs to a micro-batch, and not to the whole step."""
         maker = self.staged.makers.get(key)
-        return maker is not None and maker.kind in ("forward", "backward") and key not in self._totals
+        return maker is not None and maker.kind in MICROBATCH_KINDS and key not in self._totals
 
     # One program.
 
@@ -214,9 +214,8 @@ class StageCalls:
 
     def _pieces(self, stage: int) -> set[Key]:
         """Returns the keys of what a stage keeps of each micro-batch until the end of the step."""
-        program = self.staged.programs.get(Label("backward", stage))
-        accumulations = () if program is None else program.accumulations
-        return {a.part for a in accumulations if a.state not in ("sum", "max", "min")}
+        own = (program for label, program in self.staged.programs.items() if label.stage == stage)
+        return {a.part for p in own for a in p.accumulations if a.state not in ("sum", "max", "min")}
 
     def _read_last(self, program: StageProgram) -> tuple[Key, ...]:
         """Returns the keys that no program of the stage reads after this one."""
@@ -224,7 +223,7 @@ class StageCalls:
         later = self._later_programs(program.label)
         kept = {key for p in later for key in p.reads} | {a.part for p in later for a in p.accumulations}
         kept |= self._results | self._pieces(stage) | {NUMBER}
-        if kind in ("forward", "backward"):
+        if kind in MICROBATCH_KINDS:
             return tuple(key for key in program.reads if key not in kept and self.is_local(key))
         return tuple(key for key in program.reads if key not in kept and not self.is_local(key))
 

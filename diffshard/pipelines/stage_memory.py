@@ -26,10 +26,7 @@ class ProgramMemory(NamedTuple):
     """XLA's bytes of a compiled program, on each device.
 
     Attributes:
-      argument_bytes: of what it reads.
-      output_bytes: of what it leaves.
       alias_bytes: of outputs that take the memory of arguments.
-      temporary_bytes: of what it needs in between.
       read_back_bytes: of offloaded residuals that it copies from the host, where `temporary_bytes` is without them:
         XLA for CPUs, and for GPUs that are only described, takes memory of the host for memory of the device.
     """
@@ -53,10 +50,8 @@ class StageMemory:
     Attributes:
       programs: XLA's bytes of each program of the stage, by label.
       step_bytes: the most of what lives for the whole step: arguments, and what begins and finishes it.
-      sum_bytes: of the sums over micro-batches.
       microbatch_bytes: the most of what micro-batches in flight have at one time.
       peak_bytes: the most at one time, while a program runs.
-      peak: the program of the peak.
       host_bytes: the most of offloaded residuals at one time, in pinned memory of the host.
     """
 
@@ -74,7 +69,6 @@ def stage_memory(calls: StageCalls, graph: ScheduleGraph) -> list[StageMemory]:
 
     Args:
       calls: the programs on sub-meshes, of devices that are here or are only described.
-      graph: the schedule.
 
     Raises:
       RuntimeError: a program does not compile; names its stage.
@@ -91,11 +85,7 @@ def stage_memory(calls: StageCalls, graph: ScheduleGraph) -> list[StageMemory]:
 
 
 def compiled_program(calls: StageCalls, call: StageCall) -> Any:
-    """Returns a program of a stage as XLA compiles it, with its `as_text()` and `memory_analysis()`.
-
-    Raises:
-      RuntimeError: it does not compile; names its stage.
-    """
+    """Returns a program of a stage as XLA compiles it, with its `as_text()` and `memory_analysis()`."""
     stage = call.program.label.stage
 
     def shapes(keys: Sequence[Key], shardings: Sequence[NamedSharding]) -> list[jax.ShapeDtypeStruct]:

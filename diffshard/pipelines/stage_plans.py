@@ -30,8 +30,10 @@ from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.plan_store import plan_of_first_process
 from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.planning import find_plan
+from search_spaces.partition_specs import NamedSpec
 from search_spaces.pipelines.forward_backward import num_bytes
-from search_spaces.pipelines.stage_labels import Key, Label
+from search_spaces.pipelines.split_backward import is_between
+from search_spaces.pipelines.stage_labels import MICROBATCH_KINDS, Key, Label, ProgramKind
 from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
 
 
@@ -114,7 +116,8 @@ class StageDevices(NamedTuple):
 class StagePlans:
     """The plans of the forward and backward programs of all stages, and how arrays are stored between programs.
 
-    XLA partitions the programs that begin and finish a step, between the shardings that are fixed here.
+    Where a backward program is split, the plan of its first half says how it stores what the second one reads. XLA
+    partitions the programs that begin and finish a step, between the shardings that are fixed here.
 
     Args:
       staged: the step in stages.
@@ -138,11 +141,14 @@ class StagePlans:
         self.staged, self.stages, self._options, self._processes = staged, list(stages), options, processes
         self._time_limit_s = time_limit_s
         self._functions: dict[Label, PlannedFunction[Plan]] = {}
+        self._between: dict[Key, NamedSpec] = {}
         self.plans: dict[Label, Plan] = {}
         for label, program in staged.programs.items():
-            if label.kind in ("forward", "backward"):
+            if label.kind in MICROBATCH_KINDS:
                 self._functions[label] = function = self._planned(program)
-                self.plans[label] = function.plan([self._shape(key) for key in program.reads])
+                self.plans[label] = plan = function.plan([self._shape(key) for key in program.reads])
+                chosen = zip(program.makes, plan.outputs, strict=True)
+                self._between.update({key: tensor.spec for key, tensor in chosen if is_between(key)})
 
     def seconds(self, label: Label) -> float:
         """Returns the predicted seconds of a program, with adding up its sums; 0 if there is none."""
@@ -154,10 +160,9 @@ class StagePlans:
             added_bytes += 3 * num_bytes(self.staged.avals[a.total]) / parts  # reads both, writes one
         return self.plans[label].step_s + added_bytes / stage.hardware.reached_memory_bytes_per_s
 
-    def pass_seconds(self) -> tuple[list[float], list[float]]:
-        """Returns the predicted seconds of each stage's forward and backward programs, `[S]` each."""
-        stages = range(len(self.stages))
-        return [self.seconds(Label("forward", i)) for i in stages], [self.seconds(Label("backward", i)) for i in stages]
+    def pass_seconds(self, kind: ProgramKind) -> list[float]:
+        """Returns the predicted seconds of each stage's program of a kind, `[S]`."""
+        return [self.seconds(Label(kind, i)) for i in range(len(self.stages))]
 
     def function(self, program: StageProgram) -> Callable[..., Sequence[Any]]:
         """Returns what runs a program: with its plan, if it has one."""
@@ -184,16 +189,20 @@ class StagePlans:
         maker = self.staged.makers.get(key)
         if maker is not None and maker.stage != stage and maker.kind != "begin":
             return self.transfer(key, maker.stage, stage)[1].spec
-        return PartitionSpec(*(axes or None for axes in self.stages[stage].layout.specs.get(key, ())))
+        named = self._between[key] if key in self._between else self.stages[stage].layout.specs.get(key, ())
+        return PartitionSpec(*(axes or None for axes in named))
 
     def _planned(self, program: StageProgram) -> PlannedFunction[Plan]:
         label, devices, run = program.label, self.stages[program.label.stage], core.jaxpr_as_fun(program.program)
         total_of = {a.part: a.total for a in program.accumulations}
-        specs = [self._left_spec(label, key, total_of) for key in program.makes]
+        specs = [None if is_between(k) else self._left_spec(label, k, total_of) for k in program.makes]
 
         def function(arrays: list[Any]) -> dict[str, Any]:
             made = run(*arrays)
-            left = [_fixed(array, devices.mesh, spec) for array, spec in zip(made, specs, strict=True)]
+            left = [
+                array if spec is None else _fixed(array, devices.mesh, spec)
+                for array, spec in zip(made, specs, strict=True)
+            ]
             return {f"result {i:06}": array for i, array in enumerate(left)}  # sorted by name
 
         function.__name__ = function.__qualname__ = f"stage_{label.stage}_{label.kind}"

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from jax.extend import core
 
-from cost.pipeline_schedules import BACKWARD, FORWARD, ScheduleGraph
+from cost.pipeline_schedules import BACKWARD, FORWARD, WEIGHTS, ScheduleGraph
 from diffshard.pipelines.stage_calls import Leaving, StageCall, StageCalls
 from search_spaces.pipelines.batch_states import Split
 from search_spaces.pipelines.stage_labels import NUMBER, Key, Label
@@ -100,6 +100,9 @@ class StageRun:
             self._program(Label("forward", stage), microbatch)
         if kind == BACKWARD:
             self._program(Label("backward", stage), microbatch)
+        if kind == WEIGHTS:
+            self._program(Label("weights", stage), microbatch)
+        if kind == (WEIGHTS if self._staged.has_split_backward else BACKWARD):
             self._parts.pop((stage, microbatch), None)
 
     def end(self, stages: Collection[int]) -> None:

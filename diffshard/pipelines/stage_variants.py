@@ -62,13 +62,8 @@ class StageVariants:
     """The ways to run a stage on a submesh: its shardings, and what becomes of its residuals.
 
     Args:
-      options: what is asked for.
-      staged: the step in stages.
-      stage: which one.
       replaced: for each flat argument of the step the flat result that replaces it, or None.
-      submesh: what it runs on.
       in_flight: how many micro-batches it keeps at most.
-      is_donated: whether the state may be overwritten.
       time_limit_s: for the solver, each time that it is called; None takes that of the options, or of a stage.
       stages_per_device: how many stages share the memory of a device, in equal parts.
     """
@@ -100,12 +95,7 @@ class StageVariants:
         """Finds the shardings of a known choice of residuals.
 
         Args:
-          recomputed: the steps that run again (`StageLayout.recomputed`).
-          offloaded: the residuals that are offloaded (`StageLayout.offloaded`).
           known: the layout of a stage that may have equal equations, and of the same choice.
-
-        Raises:
-          StageMemoryError: it does not fit.
         """
         if not recomputed and not offloaded:
             return self._layout(self.staged, self.memory_limit_bytes, known)
@@ -113,11 +103,7 @@ class StageVariants:
         return self._variant(residuals, residuals.candidate(frozenset(recomputed)), offloaded, known)
 
     def fastest(self) -> StageLayout:
-        """Finds the fastest of those that are tried.
-
-        Raises:
-          StageMemoryError: none fits.
-        """
+        """Finds the fastest of those that are tried."""
         if set(self.uses) == {"keep"} or not self._has_both_passes:
             return self._layout(self.staged, self.memory_limit_bytes)
         begin_s = time.process_time()
@@ -187,7 +173,6 @@ class StageVariants:
         There are none where the layout that keeps everything fits, and none is estimated to be faster.
 
         Args:
-          residuals: of the stage.
           estimates: of the choices; the first one keeps everything.
           free: the best layout that keeps everything, without a memory limit.
           own: of an array of a micro-batch, the part that a device has there.

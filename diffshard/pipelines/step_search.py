@@ -32,10 +32,8 @@ class StepSearch:
     """The search for the stages of a step in some number of micro-batches.
 
     Args:
-      options: what is asked for.
       step: traced in M·R parts, where the examples of each micro-batch are in R groups, over which gradients are
         reduced once, when a step ends.
-      donated: whether each flat argument is donated.
       course: of the search in all numbers of micro-batches; None begins one that shows nothing.
     """
 
@@ -88,6 +86,10 @@ class StepSearch:
         if schedule in BY_STAGES_LEFT:
             return self.divisions.candidates(schedule, is_over)
         return self._even(schedule, stages_per_device).candidates(is_over)
+
+    def has_places(self, schedule: Schedule, stages_per_device: int) -> bool:
+        """Tells whether there are devices for a schedule, whatever they have of memory."""
+        return schedule in BY_STAGES_LEFT or any(self._even(schedule, stages_per_device).places())
 
     def bound(self, schedule: Schedule, stages_per_device: int, target_s: float, is_over: Callable[[], bool]) -> float:
         """Returns what every division takes at least, as `DivisionSearch.bound`."""
@@ -161,7 +163,6 @@ class StepSearch:
         """Returns the programs of the step, cut into stages.
 
         Args:
-          cut: the step.
           copied: stages with arguments that their micro-batches read from a copy.
         """
         staged = staged_step(cut.parts, cut.cuts, copied)

@@ -16,7 +16,7 @@ from cost.base import Hardware
 from cost.number_ranges import Amount, AmountOrInf, AnyNumber, Count, FiniteNumber, Index, Limit, LowerBound
 from diffshard.plans.certificate import Certified, History
 from diffshard.plans.comparison import Comparison
-from diffshard.plans.sections import Advice, PredictedComputing, Rematerialisation, WholeWork
+from diffshard.plans.sections import Advice, MemoryProfile, PredictedComputing, Rematerialisation, WholeWork
 from diffshard.plans.timeline import PredictedTimeline
 from search_spaces.partition_specs import NamedSpec, partition_spec
 
@@ -145,38 +145,6 @@ class PredictedCollective:
 
 
 @dataclass(frozen=True)
-class HeldTensor:
-    """An array in a device's memory.
-
-    Attributes:
-      operation: index into `PlanData.operations` of the operation that makes it, or of the argument.
-      result: which of its results it is.
-      num_bytes: on each device.
-      is_copy: whether it is a gathered copy of an array that is stored as well.
-    """
-
-    operation: Index
-    result: Index
-    num_bytes: Amount
-    is_copy: bool = False
-
-
-@dataclass(frozen=True)
-class MemoryProfile:
-    """The predicted memory of a device in one step, in program order; the body of a loop is there once.
-
-    Attributes:
-      changes: (index into `PlanData.operations`, bytes in use from the start of that operation until the next entry),
-        ascending; the first entry has the index -1 and what is in use before all operations.
-      at_peak: what is in memory where the peak is first reached, the largest first, without arrays below
-        `LEAST_SHARE_AT_PEAK` of it.
-    """
-
-    changes: tuple[tuple[int, Amount], ...]
-    at_peak: tuple[HeldTensor, ...]
-
-
-@dataclass(frozen=True)
 class PlannedObjective:
     """A user's objective for which a plan was searched, in the user's unit.
 
@@ -289,10 +257,6 @@ class PlannedFormats:
     def increases(self) -> dict[str, float]:
         """What each group adds to the loss, as `Formats.increases` takes it."""
         return {group.name: group.loss_increase for group in self.groups}
-
-
-LEAST_SHARE_AT_PEAK = 1e-3
-"""Smaller arrays are not listed one by one: a thousand lines of a table already say more than anybody reads."""
 
 
 @dataclass(frozen=True)

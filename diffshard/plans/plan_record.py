@@ -68,7 +68,6 @@ def difference_in_lines(values: Any, others: Any, *, without: tuple[str, ...]) -
     """Returns a line for each value of JSON values that others have otherwise; of many the first ones, of none "".
 
     Args:
-      values: of the first plan.
       others: of the second plan.
       without: beginnings of the names of values that are not compared.
     """

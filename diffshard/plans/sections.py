@@ -1,8 +1,8 @@
 """Sections of a plan that are small: their data, and the words of its text and page for them.
 
-Advice says what would make the step faster or smaller. Computing is divided into products and memory traffic.
-Rematerialisation says what goes from the forward to the backward pass. Whole work is arithmetic that several devices
-repeat, because it cannot be split.
+Advice says what would make the step faster or smaller. Computing is divided into products and memory traffic. A memory
+profile says what is in memory when. Rematerialisation says what goes from the forward to the backward pass. Whole work
+is arithmetic that several devices repeat, because it cannot be split.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,8 @@ MOST_LINES = 5
 """Lines of advice of a plan: a reader acts on the first one or two, and then plans again."""
 LEAST_SHARE = 0.01
 """The share of the step's seconds, or of the memory's peak, that a change has to save to be listed."""
+LEAST_SHARE_AT_PEAK = 1e-3
+"""Smaller arrays are not listed one by one: a thousand lines of a table already say more than anybody reads."""
 
 
 class Advice(NamedTuple):
@@ -74,6 +76,36 @@ def computing_parts(computing: PredictedComputing) -> tuple[ComputingPart, Compu
 
 How = Literal["kept", "recomputed", "offloaded"]
 """What becomes of an array that goes from forward to backward."""
+
+
+@dataclass(frozen=True)
+class HeldTensor:
+    """An array in a device's memory.
+
+    Attributes:
+      operation: index into `PlanData.operations` of the operation that makes it, or of the argument.
+      is_copy: whether it is a gathered copy of an array that is stored as well.
+    """
+
+    operation: Index
+    result: Index
+    num_bytes: Amount
+    is_copy: bool = False
+
+
+@dataclass(frozen=True)
+class MemoryProfile:
+    """The predicted memory of a device in one step, in program order; the body of a loop is there once.
+
+    Attributes:
+      changes: (index into `PlanData.operations`, bytes in use from the start of that operation until the next entry),
+        ascending; the first entry has the index -1 and what is in use before all operations.
+      at_peak: what is in memory where the peak is first reached, the largest first, without arrays below
+        `LEAST_SHARE_AT_PEAK` of it.
+    """
+
+    changes: tuple[tuple[int, Amount], ...]
+    at_peak: tuple[HeldTensor, ...]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,9 @@ A step with residuals takes and returns `Carried` in the place of its state, and
 state itself, so that a training loop is the same for all plans. `Plan.shard` makes the one of the other.
 """
 
+import math
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -38,13 +40,12 @@ class Carried(NamedTuple):
 
 
 def carrying_parameter(traced_function: TracedFunction) -> str | None:
-    """Returns the name of the argument whose place residuals take: the one that the first result to replace one does.
-
-    None if no result replaces an argument as a whole.
-    """
-    replaced = next((a for a in traced_function.graph.feedback if a is not None), None)
-    call = traced_function.call
-    return None if replaced is None else call.parameters[call.numbers[replaced]]
+    """Returns the argument that residuals go with: the largest that a result replaces; None if none does."""
+    call, num_bytes = traced_function.call, Counter[str]()
+    for argument in sorted(a for a in traced_function.graph.feedback if a is not None):
+        array = call.arrays[argument]
+        num_bytes[call.parameters[call.numbers[argument]]] += math.prod(array.shape) * array.dtype.itemsize
+    return max(num_bytes, key=lambda name: num_bytes[name], default=None)
 
 
 def planned_residuals(traced_function: TracedFunction, space: ShardingSpace, layout: Layout) -> tuple[Tensor, ...]:
@@ -79,11 +80,7 @@ def residual_shardings(plan: PlanData, mesh: Mesh) -> dict[str, NamedSharding]:
 
 
 def residuals_for_call(plan: PlanData, mesh: Any, residuals: Mapping[str, Any] | None, arrays: Sequence[Any]) -> Any:
-    """Returns the residuals that a call takes beside its flat arrays; zeros if none are given, as at the first step.
-
-    Raises:
-      PlanError: they are those of another plan.
-    """
+    """Returns the residuals that a call takes beside its flat arrays; zeros if none are given, as at the first step."""
     if residuals is None and any(isinstance(array, Tracer) for array in arrays):
         return [jnp.zeros(tensor.shape, tensor.dtype) for tensor in plan.residuals]
     if residuals is None:
@@ -102,8 +99,6 @@ def placed_residuals(plan: PlanData, mesh: Mesh, residuals: Mapping[str, Any]) -
     Those of a plan with another mesh or other shardings are divided anew, so that each sum lacks as much as before.
 
     Args:
-      plan: for which they are.
-      mesh: of devices.
       residuals: of any plan of the same function; what is missing is 0.
     """
     placed, shardings = {}, residual_shardings(plan, mesh)
@@ -114,9 +109,10 @@ def placed_residuals(plan: PlanData, mesh: Mesh, residuals: Mapping[str, Any]) -
         elif jnp.shape(array) == shape:
             placed[key] = jax.device_put(array, sharding)
         else:
-            of_one = NamedSharding(mesh, PartitionSpec(None, *sharding.spec[1:]))
-            whole = jax.device_put(refitted(array, (1, *shape[1:])), of_one)
-            placed[key] = jax.jit(refitted, static_argnums=1, out_shardings=sharding)(whole, shape)
+            if not isinstance(array, jax.Array) or array.sharding.device_set != sharding.device_set:
+                of_one = NamedSharding(mesh, PartitionSpec(None, *sharding.spec[1:]))
+                array = jax.device_put(refitted(array, (1, *shape[1:])), of_one)
+            placed[key] = jax.jit(refitted, static_argnums=1, out_shardings=sharding)(array, shape)
     if dropped := sorted(residuals.keys() - placed.keys()):
         warnings.warn(
             f"The plan sends {len(dropped)} of the sums without error feedback whose residuals are given: what was not "
@@ -131,7 +127,6 @@ def with_residuals(plan: PlanData, result: Any, residuals: Sequence[Any]) -> Any
 
     Args:
       plan: of the step; knows the pytrees.
-      result: of the user's function.
       residuals: the next ones, in the order of the plan.
     """
     by_key = dict(zip(map(residual_key, plan.residuals), residuals, strict=True))

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy.linalg import hadamard
 
 from diffshard.sharding_search.call import ArrayType, array_types, bound_arguments, split
 from diffshard.sharding_search.looks import LOOK_SHARE, FlatCall, Look, State
@@ -92,6 +91,7 @@ class MeasuredLosses:
         """How many operands of each group had numbers that are not finite, and so no scale."""
         self.look = Look(mixed, replaced, self._loss, self._count_overflow)
         self._exact_losses: list[float] = []
+        self._late_losses: dict[frozenset[FormatKey], list[float]] = {}
 
     def check_exact(self, fn: Callable[..., Sequence[Any]]) -> None:
         """Compares the first loss of what is measured, with exact products, with that of the function itself.
@@ -136,8 +136,7 @@ class MeasuredLosses:
         if self._runs:
             if not self._exact_losses:
                 self._exact_losses = [self._finite(run, frozenset()) for run in self._runs]
-            losses = [self.run({}, run, products)[1] for run in self._runs]
-            return _increase([_late(loss, LATE_SHARE) for loss in losses], self._exact_losses, 1.0)
+            return _increase(self.late_losses(products), self._exact_losses, 1.0)
         pairs = []
         for state, window in self.points(products):
             own = _late(self.run(state, window, products)[1])
@@ -146,22 +145,33 @@ class MeasuredLosses:
             pairs.append((own, self._finite(window, frozenset(), state)))
         return _increase(*zip(*pairs, strict=True), factor=self.formats.factor)
 
+    def late_losses(self, products: Set[FormatKey]) -> list[float]:
+        """Returns the mean late loss of each validation run with products in formats; equal products run once."""
+        key = frozenset(products)
+        if key not in self._late_losses:
+            self._late_losses[key] = [_late(self.run({}, run, key)[1], LATE_SHARE) for run in self._runs]
+        return self._late_losses[key]
+
     def increases_at(self, products: Set[FormatKey], groups: Sequence[ProductGroup]) -> list[float]:
         """Measures what each group adds to the loss of a whole training where other products are in formats.
 
-        By looks ahead with the group and without it, beside the given products. The looks begin in a training with the
-        given products in formats. Of a group among these it is what the loss falls by without it. The losses of the
-        second half of each look are compared, and the increases of all looks averaged. A group whose losses are lower
-        on average counts as harmless: there rounding is noise. One with losses that are not finite has the increase
-        inf.
+        All looks begin in a training with the given products in formats. Of a group among these it is what the loss
+        falls by without it. The losses of the second half of each look count, and the increases of all looks are
+        averaged. A group whose losses are lower on average counts as harmless: there rounding is noise. One with losses
+        that are not finite has the increase inf.
 
         Args:
           products: that are in formats.
           groups: of the function.
 
         Raises:
-          ValueError: a loss without these groups is not finite.
+          ValueError: a loss without these groups is not finite, or the function cannot be differentiated again.
         """
+        by_gradients = self.formats.increases_by == "gradients"
+        return (self.increases_by_gradients if by_gradients else self.increases_by_looks)(products, groups)
+
+    def increases_by_looks(self, products: Set[FormatKey], groups: Sequence[ProductGroup]) -> list[float]:
+        """Measures each group by looks with it and without it, beside the given products; see `increases_at`."""
         current = frozenset(products)
         losses = []
         for state, window in self.points(current):
@@ -180,8 +190,7 @@ class MeasuredLosses:
 
         A group that is measured stands half-way between exact and rounded. There the derivative of what is quadratic
         in a weight, as the damage of errors without a mean is, is the difference between its ends. Half of the groups
-        are measured at once, and the others are as given meanwhile. The looks begin in a training with the given
-        products in formats.
+        of a format are measured at once, and the others are as given meanwhile; see `increases_at`.
         """
         current, sums = frozenset(products), dict.fromkeys((group.name for group in groups), 0.0)
         for state, window in self.points(current):
@@ -191,26 +200,21 @@ class MeasuredLosses:
                     rows = [self._row[vertex.index] for vertex in group.vertices]
                     weights[np.ix_(rows, self._columns_of(group.kind))] = 0.0
                     weights[rows, self._column[group.kind, group.format]] = _HALF_WAY
-                slopes = self.look.slopes(weights, state, window)
+                slopes = self._slopes(weights, state, window)
                 for group in measured:
                     rows = [self._row[vertex.index] for vertex in group.vertices]
                     sums[group.name] += float(slopes[rows, self._column[group.kind, group.format]].sum())
-        num_looks = len(self.formats.look_starts)
-        return [max(0.0, self.formats.factor * total / num_looks) for total in sums.values()]
+        means = [self.formats.factor * total / len(self.formats.look_starts) for total in sums.values()]
+        return [max(0.0, mean) if np.isfinite(mean) else np.inf for mean in means]
 
-    def increases_by_regression(self, products: Set[FormatKey], groups: Sequence[ProductGroup]) -> list[float]:
-        """Measures all groups by looks in each of which half of them are in their formats, and a regression.
-
-        Which half is a row of a Hadamard matrix, so that every look tells of every group: of two numbers that differ by
-        noise the mean over all looks has the least. The looks begin in a training with the given products in formats.
-        """
-        count = 1 << len(groups).bit_length()
-        is_in, means = hadamard(count)[:, 1 : len(groups) + 1] > 0, []
-        for state, window in self.points(frozenset(products)):
-            sets = [[g.members for g, inside in zip(groups, row, strict=True) if inside] for row in is_in]
-            losses = np.array([_late(self.run(state, window, frozenset().union(*own))[1]) for own in sets])
-            means.append([losses[row].mean() - losses[~row].mean() for row in is_in.T])
-        return [max(0.0, self.formats.factor * float(mean)) for mean in np.mean(means, axis=0)]
+    def _slopes(self, weights: np.ndarray, state: State, window: Sequence[FlatCall]) -> np.ndarray:
+        try:
+            return self.look.slopes(weights, state, window)
+        except (NotImplementedError, ValueError) as error:  # what JAX raises where it has no rule for a derivative
+            raise ValueError(
+                "The function has an operation that JAX cannot differentiate through the updates of its steps, as "
+                '`Formats.increases_by` = "gradients" needs. Take "looks", which only run it.'
+            ) from error
 
     def points(self, products: Set[FormatKey]) -> Iterator[tuple[State, Sequence[FlatCall]]]:
         """Returns the calls of each look, and the state before them in a training with some products in formats."""

@@ -119,10 +119,13 @@ def _is_for(plan: Plan, groups: Sequence[ProductGroup], formats: Formats) -> boo
     planned = plan.formats
     if planned is None or planned.max_loss_increase != formats.max_loss_increase:
         return False
-    offered = {group.name for group in groups}
-    known = {group.name for group in planned.groups}
-    wanted = offered if formats.increases is None else offered & formats.increases.keys()
-    return known == wanted and bool(planned.measured_by) == bool(formats.calls or formats.validation_runs)
+    offered = {group.name: (group.kind, group.format) for group in groups}
+    known = {group.name: (group.kind, group.format) for group in planned.groups}
+    if bool(planned.measured_by) != bool(formats.calls or formats.validation_runs):
+        return False
+    if formats.increases is not None:
+        return known.keys() == offered.keys() & formats.increases.keys()
+    return known.keys() <= offered.keys() and {*known.values()} == {*offered.values()}  # some may not be measured
 
 
 def _measured_trials(

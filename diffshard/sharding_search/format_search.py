@@ -112,15 +112,9 @@ def fastest_within(
     """Returns the fastest plan found whose predicted increase of the loss is within a limit.
 
     Args:
-      request: the function and its space.
-      groups: of its products.
       increases: of the loss, by the names of groups. Those that are not named or not finite stay as they are.
       limit: on the sum of the increases of those in float8.
-      deadline: of this search.
       start: where it begins. What is found is not slower than that with the best formats.
-
-    Raises:
-      InfeasibleError: no plan fits the memory limit.
     """
     groups = [group for group in groups if np.isfinite(increases.get(group.name, np.inf))]
     losses = np.array([increases[group.name] for group in groups])
@@ -242,7 +236,6 @@ def best_groups(
     Args:
       gains: `[groups]` seconds.
       losses: `[groups]` what each adds to the loss.
-      limit: on the sum of losses.
       kinds: `[groups]` numbers, equal for groups of the same products in several formats, of which one is taken. None
         where all have others.
     """

@@ -52,6 +52,10 @@ class Formats:
       steps: of one look ahead.
       looks: at how many points of the training that `calls` are; the first is its beginning, and the others are spread
         evenly. None takes one look after the other.
+      increases_by: what tells the increase of each group: "looks" run with it and without it, which is a run for each
+        group and look; "gradients" differentiate a look's loss through its updates in the weights of formats, all
+        groups of a format in two runs. These take about four times as long, keep the state of each step, and compile
+        longer.
       factor: from the increase after `steps` steps to that of a whole training.
       rounds: how often at most the increases are measured again, at the formats that the last ones led to.
       validation_runs: short trainings that judge what is found, and simple rules with it: for each training its calls,
@@ -66,8 +70,9 @@ class Formats:
         "float8", "int8" and "int4". Of those with as many bits as the sums themselves nothing is sent. Each may end
         with " with error feedback", for sums of gradients: what rounding loses is added in the next step. Where a plan
         has such sums the step takes and returns a `Carried` in the place of the state.
-      kept: the formats of codes, as for `sums`, as which arrays may be kept from the forward to the backward pass. That
-        takes time and saves memory, so that it is chosen where the memory limit asks for it.
+      kept: the formats of codes, as for `sums`, as which arrays may be kept from the forward to the backward pass, also
+        those that a scan stacks for it. That takes time and saves memory, so that it is chosen where the memory limit
+        asks for it.
     """
 
     max_loss_increase: float
@@ -76,6 +81,7 @@ class Formats:
     loss: str | None = None
     steps: int = 20
     looks: int | None = None
+    increases_by: Literal["looks", "gradients"] = "looks"
     factor: float = WHOLE_TRAINING_FACTOR
     rounds: int = 2
     validation_runs: Sequence[Sequence[tuple[Any, ...]]] = field(default=(), repr=False)
@@ -142,6 +148,8 @@ def check_formats(formats: Any, hardware: Hardware) -> None:
         number = whole_number(value)
         if (value is not None or name != "looks") and (number is None or number < least):
             raise ValueError(f"`Formats.{name}` must be {least} or more, not {value!r}.")
+    if formats.increases_by not in ("looks", "gradients"):
+        raise ValueError(f'`Formats.increases_by` must be "looks" or "gradients", not {formats.increases_by!r}.')
     _check_measurements(formats)
     if formats.measured_fn is not None and not callable(formats.measured_fn):
         raise TypeError(f"`Formats.measured_fn` must be a function, not {type(formats.measured_fn).__name__}.")

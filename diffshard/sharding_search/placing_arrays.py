@@ -154,15 +154,9 @@ def fitting_tensors(
     """Returns the arrays of the argument of a planned function that a tree is.
 
     Args:
-      of_argument: the plan's arrays by argument.
-      function: its name.
       paths_of: returns the paths of the tree's arrays in an argument of a name.
-      arrays: of the tree.
       argument: which one it is; None for the only one that it fits.
       cast: whether floating arrays may have other floating dtypes than the plan's.
-
-    Raises:
-      PlanError: it is no such argument, or fits several.
     """
     if argument is not None and argument not in of_argument:
         raise PlanError(f"`argument` is {argument!r}, but the plan was made for {', '.join(of_argument)}.")

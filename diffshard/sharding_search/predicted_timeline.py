@@ -10,7 +10,7 @@ from diffshard.checks.kernel_work import INSIDE_HOST as INSIDE_HOST_NAME
 from diffshard.checks.spans import COMPUTE, Span
 from diffshard.checks.timeline import Timeline
 from diffshard.checks.timeline_lanes import lanes_of
-from diffshard.plans.base import LEAST_SHARE_AT_PEAK, HeldTensor, MemoryProfile
+from diffshard.plans.sections import LEAST_SHARE_AT_PEAK, HeldTensor, MemoryProfile
 from diffshard.plans.timeline import PredictedTimeline, PredictedWait
 from search_spaces.sharding.base import Layout
 from search_spaces.sharding.graph import Graph

@@ -25,13 +25,13 @@ from cost.validation import validate, with_finite_loads
 from diffshard.base import OPTIMAL_GAP, Progress, Solution, Solver
 from diffshard.deadline import Deadline
 from diffshard.solving import solvers
+from diffshard.solving.coarse_to_fine import run_coarse_to_fine
 from diffshard.solving.form import has_few_pairs, is_node_form, node_form
 from diffshard.solving.loop import run_solver
 from diffshard.solving.objectives.minimise import TANGENT_SHARE, minimise
 from diffshard.solving.objectives.objective import Affine, Objective, PricedObjective, split_loads
 from diffshard.solving.presolve.base import Reduction
 from diffshard.solving.presolve.pipeline import presolve
-from diffshard.solving.stages import run_in_stages
 
 DEFAULT_SOLVER = "gradient"
 _PRESOLVE_GRACE_S = 0.25
@@ -166,7 +166,7 @@ def solve(
     of_loop: dict[str, Any] = {"key": key, "reduce": reduce, "stop_gap": stop_gap}
     of_loop |= {"time_limit_s": time_limit_s, "progress": progress, "start": start}
     if alike is not None:
-        return run_in_stages(problem, run, alike, **of_loop)
+        return run_coarse_to_fine(problem, run, alike, **of_loop)
     return run_solver(problem, run, **of_loop)
 
 

@@ -6,8 +6,8 @@ TorchRec's own estimate (`torchrec_estimates.py`). Nothing here is TorchRec's co
 
 Letters for sizes: T tables, D devices.
 
-Source: pytorch/torchrec of October 2025, torchrec/distributed/planner: `proposers.py`, `partitioners.py` and
-`planners.py`.
+Source: pytorch/torchrec of October 2025, torchrec/distributed/planner: proposers, partitioners and
+planners.
 """
 
 import itertools

@@ -4,8 +4,8 @@ A table is copied to all devices, whole on one, or in pieces of columns or rows 
 Seconds are bytes over bandwidths, forward and backward, with its constants. Weighted lookups, tables that are cached
 from the host's memory, and grids of rows and columns over several hosts, which users must ask for, are left out.
 
-Source: pytorch/torchrec of October 2025, torchrec/distributed/planner: `constants.py`, `enumerators.py`,
-`shard_estimators.py`, `storage_reservations.py`.
+Source: pytorch/torchrec of October 2025, torchrec/distributed/planner: constants, enumerators, shard estimators
+and storage reservations.
 """
 
 import itertools

@@ -36,7 +36,7 @@ def main(args: Sequence[str] | None = None) -> None:
     options = parser.parse_args(args)
     size = SIZES[options.size] if options.size else GptSize(options.layers, options.width, options.width // 64)
     size = size._replace(length=options.length)
-    hosts = [_hosts(text) for text in options.hosts.split(",")]
+    hosts = [hosts_of(text) for text in options.hosts.split(",")]
     step = functools.partial(train_step, heads=size.heads)
     functools.update_wrapper(step, train_step)
     clusters = [("all", hosts, options.max_stages)]
@@ -68,7 +68,8 @@ def main(args: Sequence[str] | None = None) -> None:
     )
 
 
-def _hosts(text: str) -> diffshard.Hosts:
+def hosts_of(text: str) -> diffshard.Hosts:
+    """Returns hosts of one kind, by their number and hardware, such as `2xa100`."""
     count, _, kind = text.partition("x")
     return diffshard.Hosts(int(count), devices=_DEVICES_IN_HOST[kind], hardware=kind)
 

@@ -2,11 +2,12 @@
 
 What the batch flows through runs in a scan over the micro-batches. There operations have the forms that they have on
 one device's part of an array, so that random bits, positions and lookups are those of the whole batch. Parts of sums
-are added up in the scan, and what needs them, such as an optimiser's update, runs once after it.
+are added up in the scan, and what needs them, such as an optimiser's update, runs once after it. Where examples need
+them, as the gradient of a product of means does, a scan before it makes these sums alone.
 """
 
 from collections import ChainMap
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +22,14 @@ from search_spaces.pipelines.step_order import Step, operands_of, step_order, va
 from search_spaces.replay import bind
 from search_spaces.sharding.base import Layout, ReshardStep
 from search_spaces.sharding.executor import ReadOperand
-from search_spaces.sharding.graph import Graph, Value, Vertex
+from search_spaces.sharding.graph import Graph, Operand, Value, Vertex
 from search_spaces.sharding.interpreter import Environment, GraphInterpreter
 from search_spaces.sharding.local_blocks import Blocks, context_of_blocks
 from search_spaces.sharding.local_operations import LocalCall, run_local, untyped_parameters
 from search_spaces.sharding.schedule import ProgramSchedule
 
+TOTALS = -1
+"""The key in an environment, beside the ids of values, of the sums of the whole batch that examples read."""
 _COMBINE = {"sum": lambda a, b: a + b, "max": jnp.maximum, "min": jnp.minimum}
 
 
@@ -52,6 +55,8 @@ class MicrobatchedFunction:
         """Returns the flat results of the whole batch."""
         env = self.environment({v.results[0].id: a for v, a in zip(self.graph.inputs, arguments, strict=True)})
         self.run_before(env)
+        for sums in self._sums_before():
+            self._add_sums(env, sums)
         self._run_microbatches(env)
         self.run_after(env)
         return [env[o.id] if isinstance(o, Value) else o.val for o in self.graph.outputs]
@@ -71,40 +76,97 @@ class MicrobatchedFunction:
                 whole.run(env, (step,))
 
     def run_each(self, env: Environment, number: Any) -> None:
-        """Runs a micro-batch; the environment has its part of the batch."""
-        self._interpreter(number, is_each=True).run(env, self.order.each)
+        """Runs a micro-batch; the environment has its part of the batch.
+
+        Of sums that it reads it makes estimates, unless the environment has them in `TOTALS`.
+        """
+        self._interpreter(number, env.get(TOTALS, {})).run(env, self.order.each)
 
     def run_after(self, env: Environment) -> None:
         """Runs what comes after all micro-batches; the environment has what these made together."""
         self._interpreter(0).run(env, self.order.after)
 
+    def _sums_before(self) -> list[list[Value]]:
+        """Returns the sums that examples read, those first that can be made without the others."""
+        read = self._read_as_totals(self.flow.estimates)
+        remaining = {value: set(self._read_as_totals(self._makers_of(value))) - {value} for value in read}
+        levels: list[list[Value]] = []
+        while remaining:
+            level = [value for value, needed in remaining.items() if not needed & remaining.keys()]
+            assert level, "a sum depends on itself"
+            levels.append(level)
+            for value in level:
+                del remaining[value]
+        return levels
+
+    def _read_as_totals(self, vertices: Iterable[int]) -> list[Value]:
+        """Returns the sums of the whole batch that operations, by their indices, read for examples."""
+        positions = ((index, i) for index in vertices for i in self.flow.estimates.get(index, ()))
+        operands = (self.graph.vertices[index].operands[i] for index, i in positions)
+        return list(dict.fromkeys(operand for operand in operands if isinstance(operand, Value)))
+
+    def _makers_of(self, value: Value) -> set[int]:
+        """Returns the indices of the vertices on which a value depends."""
+        found, waiting = set[int](), [value.vertex]
+        while waiting:
+            index = waiting.pop()
+            if index not in found:
+                found.add(index)
+                waiting += [o.vertex for o in self.graph.vertices[index].operands if isinstance(o, Value)]
+        return found
+
+    def _add_sums(self, env: Environment, sums: Sequence[Value]) -> None:
+        """Makes sums over all micro-batches, and puts them into the environment for the examples that read them."""
+        makers = set[int]().union(*map(self._makers_of, sums))
+        steps = [step for step in self.order.each if any(value.vertex in makers for value in values_of(step))]
+        totals = env.get(TOTALS, {})
+
+        def trip(carry: list[Any], of_trip: tuple[Any, list[Any]]) -> tuple[list[Any], None]:
+            inner = self._environment_of_trip(env, of_trip[1])
+            self._interpreter(of_trip[0], totals).run(inner, steps)
+            return self._combined(sums, carry, inner), None
+
+        added, _ = lax.scan(trip, self._neutral(sums), self._of_trips(env))
+        env[TOTALS] = {**totals, **{v.id: a.astype(v.dtype) for v, a in zip(sums, added, strict=True)}}
+
     def _run_microbatches(self, env: Environment) -> None:
         """Runs what each micro-batch runs, and puts what is read afterwards into the environment."""
         states = self.flow.states
         kept = self.values_read_afterwards()
-        batch = [v.results[0] for v in self.graph.inputs if isinstance(states[v.results[0].id], Split)]
         split = [value for value in kept if isinstance(states[value.id], Split)]
         repeated = [value for value in kept if states[value.id] == "whole"]
         combined = [value for value in kept if states[value.id] in ("sum", "max", "min")]
 
         def trip(carry: list[Any], of_trip: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
-            position, parts = of_trip
-            inner: Environment = ChainMap({**env, **dict(zip((v.id for v in batch), parts, strict=True))})
-            self.run_each(inner, position)
-            carry = [
-                combined_with(states[value.id], total, inner[value.id])
-                for value, total in zip(combined, carry, strict=True)
-            ]
+            inner = self._environment_of_trip(env, of_trip[1])
+            self.run_each(inner, of_trip[0])
+            carry = self._combined(combined, carry, inner)
             return carry, [inner[value.id] for value in (*split, *repeated)]
 
-        start = [neutral(states[value.id], value.shape, value.dtype) for value in combined]
-        of_trips = jnp.arange(self.num_microbatches), [self.divided(env[value.id]) for value in batch]
-        totals, stacks = lax.scan(trip, start, of_trips)
+        totals, stacks = lax.scan(trip, self._neutral(combined), self._of_trips(env))
         for value, total in zip(combined, totals, strict=True):
             env[value.id] = total.astype(value.dtype)
         for value, stack in zip((*split, *repeated), stacks, strict=True):
             is_split = isinstance(states[value.id], Split)
             env[value.id] = merged(stack, states[value.id]) if is_split else stack[-1]
+
+    def _batch(self) -> list[Value]:
+        """Returns the arguments that have the batch."""
+        values = (vertex.results[0] for vertex in self.graph.inputs)
+        return [value for value in values if isinstance(self.flow.states[value.id], Split)]
+
+    def _of_trips(self, env: Environment) -> tuple[jax.Array, list[Any]]:
+        return jnp.arange(self.num_microbatches), [self.divided(env[value.id]) for value in self._batch()]
+
+    def _environment_of_trip(self, env: Environment, parts: Sequence[Any]) -> Environment:
+        return ChainMap({**env, **dict(zip((value.id for value in self._batch()), parts, strict=True))})
+
+    def _neutral(self, values: Sequence[Value]) -> list[Any]:
+        return [neutral(self.flow.states[value.id], value.shape, value.dtype) for value in values]
+
+    def _combined(self, values: Sequence[Value], totals: Sequence[Any], env: Environment) -> list[Any]:
+        pairs = zip(values, totals, strict=True)
+        return [combined_with(self.flow.states[value.id], total, env[value.id]) for value, total in pairs]
 
     def _run_whole(self, env: Environment, vertex: Vertex) -> None:
         """Runs an operation on the whole batch."""
@@ -122,9 +184,10 @@ class MicrobatchedFunction:
         parts = array.reshape(groups, in_part, self.num_microbatches // groups, *array.shape[1:])
         return jnp.moveaxis(parts, 2, 1).reshape(self.num_microbatches, in_part, *array.shape[1:])
 
-    def _interpreter(self, position: Any, *, is_each: bool = False) -> "_Interpreter":
+    def _interpreter(self, position: Any, totals: Mapping[int, Any] | None = None) -> "_Interpreter":
+        """Returns what runs steps: of a micro-batch with the totals that are known, None for steps that run once."""
         blocks = MicrobatchBlocks(("microbatch",), (self.num_microbatches,), position, self.num_groups)
-        return _Interpreter(self.graph, self.layout, _Parts(self.layout, self.flow, blocks, is_each=is_each))
+        return _Interpreter(self.graph, self.layout, _Parts(self.layout, self.flow, blocks, totals))
 
     def values_read_afterwards(self) -> list[Value]:
         """Returns the values of micro-batches that results are, or that run-once steps read."""
@@ -177,8 +240,8 @@ class MicrobatchBlocks(Blocks):
 class _Parts:
     """`interpreter.Arrays`: parts of arrays that belong to one micro-batch."""
 
-    def __init__(self, layout: Layout, flow: BatchFlow, blocks: MicrobatchBlocks, *, is_each: bool):
-        self.layout, self.flow, self.blocks, self.is_each = layout, flow, blocks, is_each
+    def __init__(self, layout: Layout, flow: BatchFlow, blocks: MicrobatchBlocks, totals: Mapping[int, Any] | None):
+        self.layout, self.flow, self.blocks, self.totals = layout, flow, blocks, totals
 
     def part(self, array: Any, spec: IndexedSpec, run: int) -> Any:
         """Returns the part of a whole array that belongs to the micro-batch."""
@@ -220,14 +283,22 @@ class _Parts:
         operands = [self.read_part(vertex, i, array) for i, array in enumerate(read_operands)]
         for i in self.flow.masked.get(vertex.index, ()):
             operands[i] = self.counted_once(operands[i])
-        for i in self.flow.estimates.get(vertex.index, ()) if self.is_each else ():
-            operand = vertex.operands[i]
-            if isinstance(operand, Value) and self.flow.states[operand.id] == "sum":
-                operands[i] = operands[i] * jnp.asarray(self.blocks.axis_sizes[0], jnp.result_type(operands[i]))
+        if self.totals is not None:
+            for i in self.flow.estimates.get(vertex.index, ()):
+                operands[i] = self._total(vertex.operands[i], operands[i])
         if strategy.parts > 1:
             return run_local(LocalCall(vertex, strategy, self.blocks, self.flow.runs[vertex.index]), operands)
         assert vertex.equation is not None
         return bind(vertex.equation, operands, **untyped_parameters(vertex.equation))
+
+    def _total(self, operand: Operand, own: Any) -> Any:
+        """Returns what examples read as a sum of the whole batch: it, or the estimate of their own micro-batch."""
+        if self.totals is None or not isinstance(operand, Value):
+            return own
+        if operand.id in self.totals:
+            return self.totals[operand.id]
+        is_sum = self.flow.states[operand.id] == "sum"
+        return own * jnp.asarray(self.blocks.axis_sizes[0], jnp.result_type(own)) if is_sum else own
 
     def reduce(self, vertex: Vertex, results: Sequence[Any], residual: Any = None) -> Sequence[Any]:
         del vertex, residual

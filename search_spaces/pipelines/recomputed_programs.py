@@ -156,7 +156,7 @@ class _Recomputation:
             variable_of = dict(zip(program.makes, jaxpr.outvars, strict=True))
             return [found[key] if key in found else forward.arrays([variable_of[key]])[0] for key in left]
 
-        traced, reads = _traced(run, program.reads, self.staged.avals)
+        traced, reads = traced_program(run, program.reads, self.staged.avals)
         return replace(program, program=traced, reads=reads, makes=tuple(left))
 
     def _backward(self, available: Sequence[Key], avals: Mapping[Key, Any]) -> StageProgram:
@@ -193,7 +193,7 @@ class _Recomputation:
                 env.update(zip(equation.outvars, results, strict=True))
             return [operand(v) for v in jaxpr.outvars]
 
-        traced, reads = _traced(run, available, avals, {a.part for a in program.accumulations})
+        traced, reads = traced_program(run, available, avals, {a.part for a in program.accumulations})
         return replace(program, program=traced, reads=reads)
 
     def _reading_scan(
@@ -275,7 +275,7 @@ def _with_stacks(
     return [*carries, *stacked], stacks
 
 
-def _traced(
+def traced_program(
     run: Callable[..., Sequence[Any]], keys: Sequence[Key], avals: Mapping[Key, Any], always: Collection[Key] = ()
 ) -> tuple[core.ClosedJaxpr, tuple[Key, ...]]:
     """Returns a function as a program without dead code, and which of its inputs it reads, some of them always."""

@@ -14,7 +14,7 @@ import operator
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 from jax.extend import core
@@ -28,7 +28,11 @@ from search_spaces.pipelines.step_parts import Part, StepParts, parameters_of
 Key = Any
 """The name of an array; see the module."""
 NUMBER = ("number", 0)
-ProgramKind = Literal["begin", "forward", "backward", "finish"]
+ProgramKind = Literal["begin", "forward", "backward", "weights", "finish"]
+PROGRAM_KINDS: tuple[ProgramKind, ...] = get_args(ProgramKind)
+"""In the order in which programs of one micro-batch could run; "weights" where the backward program is split."""
+MICROBATCH_KINDS: tuple[ProgramKind, ...] = ("forward", "backward", "weights")
+"""The programs that run for each micro-batch."""
 PartName = Literal["before", "each", "after"]
 
 

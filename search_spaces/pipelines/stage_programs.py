@@ -14,11 +14,17 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from cost.compute import CONTRACTIONS
-from search_spaces.pipelines.stage_labels import Accumulation, Key, Label, LabelledStep, StageEquation
+from search_spaces.pipelines.stage_labels import (
+    PROGRAM_KINDS,
+    Accumulation,
+    Key,
+    Label,
+    LabelledStep,
+    StageEquation,
+)
 from search_spaces.pipelines.step_parts import StepParts
 from search_spaces.replay import bind, context_of
 
-_KINDS = ("begin", "forward", "backward", "finish")
 _MOVEMENT = ("transpose", "reshape", "broadcast_in_dim", "squeeze", "slice", "iota", "copy")
 """What a program does itself with an argument, rather than store the result for a step."""
 
@@ -75,6 +81,11 @@ class StagedStep:
     offloaded: frozenset[Key] = frozenset()
     num_groups: int = 1
     given: Mapping[Key, PartitionSpec] = field(default_factory=dict)
+
+    @property
+    def has_split_backward(self) -> bool:
+        """Whether gradients of weights are programs of their own; see `split_backward`."""
+        return any(label.kind == "weights" for label in self.programs)
 
 
 def layer_scope(layer: int, kind: str) -> str:
@@ -141,7 +152,7 @@ class _Assembly:
                 readers.setdefault(key, set()).add(label.stage)
         programs: dict[Label, StageProgram] = {}
         makers: dict[Key, Label] = {}
-        for label in sorted(contents, key=lambda label: (_KINDS.index(label.kind), label.phase, label.stage)):
+        for label in sorted(contents, key=lambda label: (PROGRAM_KINDS.index(label.kind), label.phase, label.stage)):
             equations, reads = contents[label]
             made = [k for e in self.owned.get(label, ()) for k in e.makes if k in outputs or k in readers]
             made += [k for k in self.wanted.get(label, ()) if k not in made and k not in reads]

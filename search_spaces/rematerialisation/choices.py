@@ -309,13 +309,13 @@ def relaxed_problem(space: ShardingSpace, passes: Sequence[Passes], network: Net
     for vertex, operand in taken:
         kernels.reads[vertex][operand] = kernels.copies[vertex][operand] = 0.0
     shares = CollectiveShares(space.graph, space.hardware.exposed_share)
-    costs = NodeCosts(space.axis_sizes, space.hardware, space.reshard_costs, shares, kernels)
+    costs = NodeCosts(space.axis_sizes, space.hardware, space.reshard_costs, shares, kernels, space.forms)
     own_s = space.problem.node_cost
     edges = [edge for edge in space.edges if (edge.reader, edge.operand) not in taken]
     matrices = transfer_matrices(edges, space.nodes, space.reshard_costs, shares)
     usages = space.usages_with(_shorter(lifetimes_of(cut, rules, space.donated), space.graph, passes, network))
     return space.problem._replace(
-        node_cost=[np.minimum(a, b) for a, b in zip(own_s, costs.all_s(space.nodes, space.forms), strict=True)],
+        node_cost=[np.minimum(a, b) for a, b in zip(own_s, costs.all_s(space.nodes), strict=True)],
         edge_nodes=np.array(list(matrices), int).reshape(-1, 2),
         edge_cost=list(matrices.values()),
         usage_node=np.array(usages.node, int),

@@ -52,7 +52,6 @@ def coded_sum(path: Paths, value: Value, steps: Sequence[ReshardStep], format_na
     Args:
       path: of the mesh; has its rates.
       steps: how the sums are finished exactly, over the fast links first.
-      format_name: one of `codes.SUMS`.
     """
     key = "sum", value.shape, value.dtype, tuple(steps), format_name
     if key not in path.messages:
@@ -110,12 +109,7 @@ def finish_sum(
     """Combines the partial sums of a block, as `Blocks.reduce` does, but the later steps on codes.
 
     Args:
-      blocks: of the mesh.
-      block: of partial sums.
-      unreduced: its spec.
-      steps: how the sums are finished.
       num_exact: of these, those that run as they are, before the codes.
-      precision: of the codes.
       residual: what this device has not sent before, which is added to what is sent as codes, by all steps of one kind;
         float32, with as many elements as that. None for no error feedback.
 
@@ -168,7 +162,6 @@ def sum_in_parts(
     Args:
       vertex: an operation with one result, whose sums can be sent in codes (`codes.sums_in`).
       num_parts: devices that share the reduction; as many as its dimension divides, if these are fewer.
-      precision: of the codes.
       residuals: of the parts, `[parts, elements]` as `part_residuals` makes them; None for no error feedback.
 
     Returns:

@@ -78,11 +78,13 @@ def edge_key(edge: Edge, nodes: Sequence[Node], shares: CollectiveShares) -> Has
     return *ends, edge.value.num_bytes, itemsize, shares.latency(edge.value), edge.weight, shares.exposed(edge.value)
 
 
+Nodes = Sequence[Node] | Mapping[int, Node]
+"""All nodes, or those at both ends of an edge, by their index."""
 FormattedRead = tuple[IndexedSpec, IndexedSpec, str]
 """The spec in which a value is made, that in which a product reads it, and the name of the product's format."""
 
 
-def messages_of(edge: Edge, nodes: Sequence[Node], path: Paths) -> dict[FormattedRead, Message]:
+def messages_of(edge: Edge, nodes: Nodes, path: Paths) -> dict[FormattedRead, Message]:
     """Returns how a value reaches a product in a format, for all that both ends may choose; nothing for others."""
     reader = nodes[edge.reader]
     formatted = [(s, strategy.format) for s, strategy in enumerate(reader.strategies) if strategy.format]
@@ -92,9 +94,7 @@ def messages_of(edge: Edge, nodes: Sequence[Node], path: Paths) -> dict[Formatte
     return {(a, b, f): message_of(path, edge.value, a, b, *read_by, f) for a in sources for b, f in targets}
 
 
-def edge_transfer_s(
-    edge: Edge, nodes: Sequence[Node], reshard_costs: ReshardCosts, shares: CollectiveShares
-) -> np.ndarray:
+def edge_transfer_s(edge: Edge, nodes: Nodes, reshard_costs: ReshardCosts, shares: CollectiveShares) -> np.ndarray:
     """Returns the seconds of waiting for a value between all strategies of both ends, `[S_u, S_v]`."""
     node, reader = nodes[edge.node], nodes[edge.reader]
     latency_share, weight = shares.latency(edge.value), edge.weight * shares.exposed(edge.value)

@@ -74,8 +74,6 @@ class Keeping(NamedTuple):
 
     Attributes:
       encode: `encode(array, value)`: the array for the forward pass, and its codes.
-      decode: `decode(codes, value)`: the array again.
-      late: what reads which codes.
     """
 
     encode: Callable[[Any, Value], tuple[Any, Any]]

@@ -1,13 +1,12 @@
 """What products and sums gain in fewer bits, in a space in which their strategies are there again for each format."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from cost.evaluation import change_costs
-from search_spaces.sharding.base import Coded, FormatKey, ShardingStrategy
-from search_spaces.sharding.edge_costs import edge_transfer_s
+from search_spaces.sharding.base import Coded, Edge, FormatKey, Node, ShardingStrategy
+from search_spaces.sharding.edge_costs import edge_key, edge_transfer_s
 from search_spaces.sharding.space import ShardingSpace
 
 
@@ -51,13 +50,52 @@ def _most_gain_of_sum_s(space: ShardingSpace, coded: Coded) -> float:
 
 def gains_s(space: ShardingSpace, choice: Sequence[int] | np.ndarray) -> dict[FormatKey, float]:
     """Returns what each gains in each format at a choice, seconds, with all others as they are there."""
-    added_s, gains = change_costs(space.problem, choice), {}
+    at_choice, gains = _AtChoice(space, choice), {}
     for key, price_s in space.format_price_s.items():
         node = space.node_of(key)
         strategy, numbers = space.nodes[node].strategies[choice[node]], space.strategy_numbers(node)
         exact, changed = numbers[_with(strategy, key, "")], numbers.get(_with(strategy, key, key[1]))
-        gains[key] = 0.0 if changed is None else float(added_s[node][exact] - added_s[node][changed]) + price_s
+        gains[key] = 0.0 if changed is None else at_choice.saved_s(node, exact, changed) + price_s
     return gains
+
+
+class _AtChoice:
+    """Prices of two strategies of a node among the chosen ones of its neighbours; those of equal layers are made once.
+
+    The space's problem has them as well, but takes many times as long to build: it has all pairs of strategies.
+    """
+
+    def __init__(self, space: ShardingSpace, choice: Sequence[int] | np.ndarray):
+        self._space, self._choice = space, choice
+        self._edges_of: dict[int, list[Edge]] = {node: [] for node in set(map(space.node_of, space.format_price_s))}
+        for edge in space.edges:
+            for node in {edge.node, edge.reader} if edge.node != edge.reader else ():
+                if node in self._edges_of:
+                    self._edges_of[node].append(edge)
+        self._saved_s: dict[Hashable, float] = {}
+
+    def saved_s(self, node: int, before: int, after: int) -> float:
+        """Returns by how many seconds a strategy of a node is cheaper than another, with its edges."""
+        key = self._space.node_costs.key(self._space.nodes[node]), before, after
+        if key not in self._saved_s:
+            own_s = self._space.node_costs.node_s(self._with(node, before, after))
+            self._saved_s[key] = float(own_s[0] - own_s[1])
+        return self._saved_s[key] + sum(self._edge_s(edge, node, before, after) for edge in self._edges_of[node])
+
+    def _edge_s(self, edge: Edge, node: int, before: int, after: int) -> float:
+        shares, other = self._space.node_costs.shares, edge.reader if edge.node == node else edge.node
+        chosen = int(self._choice[other])
+        key = edge_key(edge, self._space.nodes, shares), edge.node == node, chosen, before, after
+        if key not in self._saved_s:
+            ends = {node: self._with(node, before, after), other: self._with(other, chosen)}
+            seconds = edge_transfer_s(edge, ends, self._space.reshard_costs, shares).ravel()
+            self._saved_s[key] = float(seconds[0] - seconds[1])
+        return self._saved_s[key]
+
+    def _with(self, node: int, *strategies: int) -> Node:
+        """Returns a node that has some of its strategies only."""
+        own = self._space.nodes[node]
+        return own._replace(strategies=tuple(own.strategies[s] for s in strategies))
 
 
 def best_gains_s(space: ShardingSpace, choice: Sequence[int] | np.ndarray) -> dict[FormatKey, float]:

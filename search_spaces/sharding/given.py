@@ -56,6 +56,13 @@ def shard_map_strategy(vertex: Vertex, axis_names: Sequence[str], sizes: tuple[i
     if vertex.equation is None or _primitive(vertex) != "shard_map":
         return None
     params = vertex.equation.params
+    of_map = tuple(getattr(params.get("mesh"), "axis_names", axis_names))
+    if not set(of_map) <= set(axis_names):
+        raise ValueError(
+            f"A shard_map in the function ({vertex.user_source}), such as a lookup of tables or a layer of experts, "
+            f"is for a mesh with the axes {of_map}, not {tuple(axis_names)}. Search on its mesh: give `mesh`, not "
+            "`devices`."
+        )
 
     def specs(given: Sequence[Any], arrays: Sequence[Operand]) -> tuple[IndexedSpec, ...]:
         dimensions = [

@@ -134,6 +134,15 @@ class Block:
     steps: list[Vertex | Region]
     outputs: list[Operand]
 
+    def operations(self) -> Iterator[int]:
+        """Returns the indices of the operations that run in the block, and in the regions inside it."""
+        for step in self.steps:
+            if isinstance(step, Region):
+                for block in step.blocks:
+                    yield from block.operations()
+            else:
+                yield step.index
+
 
 @dataclass(eq=False)
 class Graph:
@@ -178,6 +187,10 @@ class Graph:
         return self._consumers
 
     @cached_property
+    def _following(self) -> dict[frozenset[int], np.ndarray]:
+        return {}  # what `follows_contraction` found, by its carries
+
+    @cached_property
     def _consumers(self) -> list[list[tuple[Vertex, int]]]:
         readers: list[list[tuple[Vertex, int]]] = [[] for _ in self.values]
         for vertex in self.vertices:
@@ -201,11 +214,14 @@ def is_contraction(vertex: Vertex) -> bool:
 
 
 def follows_contraction(graph: Graph, carried: Collection[int] = ()) -> np.ndarray:
-    """Returns for each vertex whether it is a contraction or depends on one, `[vertices]`.
+    """Returns for each vertex whether it is a contraction or depends on one, `[vertices]`, not to be changed.
 
     Args:
       carried: indices of carries that also depend on what the trip before has made.
     """
+    known = graph._following  # it is asked for several times
+    if (key := frozenset(carried)) in known:
+        return known[key]
     follows, count = np.zeros(len(graph.vertices), bool), -1
     while count < (count := int(follows.sum())):  # what a carry depends on comes after it
         for vertex in graph.vertices:
@@ -214,7 +230,7 @@ def follows_contraction(graph: Graph, carried: Collection[int] = ()) -> np.ndarr
             follows[vertex.index] |= is_contraction(vertex) or any(
                 follows[o.vertex] for o in operands if isinstance(o, Value)
             )
-    return follows
+    return known.setdefault(key, follows)
 
 
 def leads_to_contraction(graph: Graph, carried: Collection[int] = ()) -> np.ndarray:

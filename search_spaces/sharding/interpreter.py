@@ -7,7 +7,7 @@ how it is resharded and computed with is left to `Arrays`.
 """
 
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -137,8 +137,7 @@ class GraphInterpreter:
     def _late_array(self, env: Environment, value: Value) -> Any:
         """Returns a value from its codes, or computed again from others that are."""
         if value.id in self.late.kept:
-            assert self.keeping is not None
-            return self.keeping.decode(env[_Kept(value.id)], value)
+            return self._decoded(env[_Kept(value.id)], value)
         vertex = self.graph.vertices[value.vertex]
         inner = self._with_late(env, vertex).new_child()
         with self._context_of(vertex):
@@ -306,22 +305,52 @@ class GraphInterpreter:
 
     def _scan(self, env: Environment, region: Region) -> None:
         stacks = [self.graph.vertices[v.vertex] for v in region.results[len(region.carries) :]]
-        residuals = [key for key in map(_Residual, sorted(_vertices_in(region.blocks[0]))) if key in env]
+        residuals = [key for key in map(_Residual, sorted(region.blocks[0].operations())) if key in env]
 
         def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            inner = self._inside(env, [*region.carries, *region.slices], [*carry, *xs[: len(region.slices)]])
+            slices = [x if c is None else self._decoded(x, c) for x, c in zip(xs, coded, strict=False)]
+            inner = self._inside(env, [*region.carries, *region.slices], [*carry, *slices])
             inner.maps[-1].update(zip(residuals, xs[len(region.slices) :], strict=True))
             self._steps(inner, region.blocks[0].steps)
-            ys = [self._operand(inner, stack, 0) for stack in stacks]
+            ys = [self._stacked(inner, stack) for stack in stacks]
             return self._next(inner, region.carries), [*ys, *(inner[key] for key in residuals)]
 
-        xs = [*(self._operand(env, vertex, 0) for vertex in region.slices), *(env[key] for key in residuals)]
+        coded = list(map(self._kept_stack, region.slices))
+        xs = [
+            self._operand(self._with_late(env, vertex), vertex, 0) if stack is None else env[_Kept(stack.id)]
+            for vertex, stack in zip(region.slices, coded, strict=True)
+        ]
+        xs += [env[key] for key in residuals]
         carry, ys = self.flow.scan(region.equation, body, self._initial(env, region.carries), xs)
         env.maps[-1].update(zip(residuals, ys[len(stacks) :], strict=True))
         for vertex, array in zip(region.carries, carry, strict=True):
             self._leave(env, vertex, array, 1)
         for stack, array in zip(stacks, ys, strict=False):
-            self._leave(env, stack, array, 0)
+            (value,) = stack.results
+            if value.id in self.late.kept:
+                env[_Kept(value.id)] = self.arrays.fix(array, value, self.layout.strategies[stack.index].results[0])
+            else:
+                self._leave(env, stack, array, 0)
+
+    def _stacked(self, env: Environment, stack: Vertex) -> Any:
+        """Returns what a trip leaves of a stack: the codes of it, if the stack is kept as codes."""
+        array, (value,) = self._operand(env, stack, 0), stack.results
+        if value.id not in self.late.kept:
+            return array
+        assert self.keeping is not None
+        return self.keeping.encode(array, value)[1]
+
+    def _kept_stack(self, vertex: Vertex) -> Value | None:
+        """Returns the stack of which a loop reads codes, each trip its own; one with another spec is decoded before."""
+        (stack,) = vertex.operands
+        if not isinstance(stack, Value) or stack.id not in self.late.kept:
+            return None
+        is_alike = self.layout.strategies[vertex.index].operands[0] == self.layout.value_specs[stack.id]
+        return stack if is_alike else None
+
+    def _decoded(self, codes: Any, value: Value) -> Any:
+        assert self.keeping is not None
+        return self.keeping.decode(codes, value)
 
     def _while(self, env: Environment, region: Region) -> None:
         condition, body = region.blocks
@@ -360,15 +389,6 @@ class GraphInterpreter:
         results = self.flow.switch(index, [branch(i, b) for i, b in enumerate(region.blocks)])
         for join, array in zip(joins, results, strict=True):
             self._enter(env, join, array)
-
-
-def _vertices_in(block: Block) -> Iterator[int]:
-    for step in block.steps:
-        if isinstance(step, Region):
-            for inner in step.blocks:
-                yield from _vertices_in(inner)
-        else:
-            yield step.index
 
 
 def _scattered_dimension(strategy: ShardingStrategy) -> int:

@@ -2,8 +2,8 @@
 
 What a forward pass leaves to the backward pass is most of a training step's memory. As codes of 8 bits it takes half or
 a quarter. The forward pass reads the array itself, which is free after its last forward reader. What reads it later
-decodes it. A value that is computed inside its readers (`fusion.py`) is in memory only through its operands, so
-that later readers compute it again of decoded ones.
+decodes it. What a loop stacks for another one is encoded and decoded trip by trip. A value that is computed inside its
+readers (`fusion.py`) is in memory only through its operands, so that later readers compute it again of decoded ones.
 """
 
 from collections.abc import Collection, Mapping
@@ -49,12 +49,29 @@ class Residuals:
     def of_value(self) -> dict[int, Residual]:
         """The arrays by the id of their value, in program order."""
         found = {}
-        for vertex in self.graph.operations():
-            if vertex.position < self.end and len(vertex.results) == 1:
+        for vertex in self.graph.vertices:
+            residual = None
+            if vertex.kind == "operation" and vertex.position < self.end and len(vertex.results) == 1:
                 residual = self._residual(vertex.results[0])
-                if residual is not None:
-                    found[residual.value.id] = residual
+            elif vertex.kind == "stack":
+                residual = self._stacked(vertex.results[0])
+            if residual is not None:
+                found[residual.value.id] = residual
         return found
+
+    def _stacked(self, value: Value) -> Residual | None:
+        """Returns what a loop of the forward pass leaves for one of the backward pass, a part for each trip.
+
+        Both loops have the numbers of one trip at a time, so that only codes are in memory between them.
+        """
+        readers = self.graph.consumers()[value.id]
+        is_left = value.made_at < self.end and value.last_read_at < self.graph.length and len(value.shape) > 1
+        if not is_left or not self.lifetimes.is_written[value.id] or value.is_on_host:
+            return None
+        if len(readers) != 1 or readers[0][0].kind != "slice" or not is_narrower("int8", value.dtype):
+            return None
+        first = readers[0][0].position
+        return Residual(value, value.made_at, first) if first >= self.end else None
 
     def _residual(self, value: Value) -> Residual | None:
         if not self.lifetimes.is_written[value.id] or value.id not in self.shared or value.is_on_host:

@@ -178,8 +178,7 @@ def usages_of(
         if node != value.vertex:
             start = min(start, held.fetch_from.get(value.id, int(start)) + 1)  # inputs are born at -1
             sizes = [local_bytes(value, s.results[0], axis_sizes) for s in strategies]
-            shares = [CODES[s.kept_in].bits / 8 / value.dtype.itemsize if s.kept_in else 1.0 for s in strategies]
-            add(node, value, np.multiply(sizes, shares).tolist(), start, end, is_copy=False)
+            add(node, value, np.multiply(sizes, _kept_shares(value, strategies)).tolist(), start, end, is_copy=False)
             if any(s.kept_in for s in strategies):
                 residual = (residuals or {})[value.id]
                 numbers = [size if s.kept_in else 0.0 for size, s in zip(sizes, strategies, strict=True)]
@@ -188,7 +187,7 @@ def usages_of(
             continue
         stored_specs = [s.unreduced[result] if _is_gathered(s, result) else s.results[result] for s in strategies]
         sizes = [local_bytes(value, spec, axis_sizes) for spec in stored_specs]
-        add(node, value, sizes, start, end, is_copy=False)
+        add(node, value, np.multiply(sizes, _kept_shares(value, strategies)).tolist(), start, end, is_copy=False)
         copy = [
             local_bytes(value, s.results[result], axis_sizes) if _is_gathered(s, result) else 0.0 for s in strategies
         ]
@@ -199,6 +198,11 @@ def usages_of(
                 first_use, last_use = int(start), max(last_use, graph.copied_until[value.id] + 1)
             add(node, value, copy, first_use, last_use + 1, is_copy=True)
     return usages
+
+
+def _kept_shares(value: Value, strategies: Sequence[ShardingStrategy]) -> list[float]:
+    """Returns what a value takes with each strategy, as a share of its own bytes: less where it is kept as codes."""
+    return [CODES[s.kept_in].bits / 8 / value.dtype.itemsize if s.kept_in else 1.0 for s in strategies]
 
 
 def _is_gathered(strategy: ShardingStrategy, result: int) -> bool:

@@ -51,6 +51,7 @@ class NodeCosts:
       axis_sizes: `[A]` devices along each mesh axis.
       shares: which parts of a collective's latency and time count for a value.
       kernels: what is read from memory and written to it.
+      forms: a number for each vertex, equal for those that compute the same.
       format_price_s: the products that may run in formats, and what that costs, seconds.
     """
 
@@ -61,9 +62,10 @@ class NodeCosts:
         reshard_costs: ReshardCosts,
         shares: CollectiveShares,
         kernels: Kernels,
+        forms: Sequence[int],
         format_price_s: Mapping[FormatKey, float] | None = None,
     ):
-        self.axis_sizes, self.hardware, self.kernels = axis_sizes, hardware, kernels
+        self.axis_sizes, self.hardware, self.kernels, self._forms = axis_sizes, hardware, kernels, forms
         self._price_s: dict[tuple[int, str, str], float] = {}
         self._priced: dict[int, list[tuple[str, str, float]]] = {}
         for key, price_s in ({} if format_price_s is None else format_price_s).items():
@@ -78,28 +80,32 @@ class NodeCosts:
             lambda axis, num_bytes: reshard_costs.step_s(ReshardStep("collective_permute", axis, 1.0, ()), num_bytes),
         )
         self._chosen_compute_s: dict[tuple[int, ShardingStrategy], float] = {}
+        self._compute_s_of_form: dict[Hashable, float] = {}
 
-    def all_s(self, nodes: Sequence[Node], forms: Sequence[int]) -> list[np.ndarray]:
-        """Returns the node costs, computed once for all nodes that agree in what they depend on.
-
-        Args:
-          forms: a number for each vertex, equal for those that compute the same.
-        """
+    def all_s(self, nodes: Sequence[Node]) -> list[np.ndarray]:
+        """Returns the node costs, computed once for all nodes that agree in what they depend on."""
         cost_of_key: dict[Hashable, np.ndarray] = {}
         node_costs_s = []
         for node in nodes:
-            key = self.key(node, forms)
+            key = self.key(node)
             if key not in cost_of_key:
                 cost_of_key[key] = self.node_s(node)
             node_costs_s.append(cost_of_key[key])
         return node_costs_s
 
-    def key(self, node: Node, forms: Sequence[int]) -> Hashable:
-        """Returns what a node's seconds depend on; `forms` are as for `all_s`."""
+    def key(self, node: Node) -> Hashable:
+        """Returns what a node's seconds depend on."""
         vertex = node.vertex
         shares = tuple((self.shares.latency(value), self.shares.exposed(value)) for value in vertex.results)
         price_s = tuple(self._priced.get(vertex.index, ()))
-        return forms[vertex.index], node.hub is None, id(node.strategies), shares, self.kernels.at(vertex), price_s
+        return (
+            self._forms[vertex.index],
+            node.hub is None,
+            id(node.strategies),
+            shares,
+            self.kernels.at(vertex),
+            price_s,
+        )
 
     def node_s(self, node: Node) -> np.ndarray:
         """Returns the node cost `[S_v]`: the sum of the terms below; a hub costs what encoding its value does."""
@@ -109,6 +115,8 @@ class NodeCosts:
         local = self.compute_s(vertex, strategies) + self.preference_s(vertex, strategies)
         if vertex.index in self._priced:
             local += np.array([self._format_price_s(vertex, s) for s in strategies])
+        if vertex.kind == "stack":
+            local += np.array([self.keeping_s(vertex, vertex.results[0], s.results[0], s.kept_in) for s in strategies])
         return local + np.array([self.reduction_s(vertex, s) + self._own_collectives_s(vertex, s) for s in strategies])
 
     def _format_price_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
@@ -207,7 +215,10 @@ class NodeCosts:
         """Returns `compute_s` of one strategy; a plan's strategies are asked for several times."""
         key = vertex.index, strategy
         if key not in self._chosen_compute_s:
-            self._chosen_compute_s[key] = float(self.compute_s(vertex, (strategy,))[0])
+            of_form = self._forms[vertex.index], self.kernels.at(vertex), strategy
+            if of_form not in self._compute_s_of_form:
+                self._compute_s_of_form[of_form] = float(self.compute_s(vertex, (strategy,))[0])
+            self._chosen_compute_s[key] = self._compute_s_of_form[of_form]
         return self._chosen_compute_s[key]
 
     def work(self, vertex: Vertex, strategy: ShardingStrategy) -> Work | AttentionWork:
@@ -271,9 +282,7 @@ class NodeCosts:
     def hub_s(self, node: Node) -> np.ndarray:
         """Returns the seconds in which a hub's value is encoded and decoded, `[S_v]`; 0 where it is kept as it is."""
         assert node.hub is not None
-        return np.array(
-            [self.keeping_s(node.hub, s.results[0], s.kept_in, node.vertex.weight) for s in node.strategies]
-        )
+        return np.array([self.keeping_s(node.vertex, node.hub, s.results[0], s.kept_in) for s in node.strategies])
 
     def chosen_keeping_s(self, vertex: Vertex, layout: Layout) -> float:
         """Returns the seconds in which a layout's codes of a result are made for the backward pass, and decoded."""
@@ -281,15 +290,19 @@ class NodeCosts:
         if not kept_in:
             return 0.0
         (value,) = vertex.results
-        return self.keeping_s(value, layout.value_specs[value.id], kept_in, vertex.weight)
+        return self.keeping_s(vertex, value, layout.value_specs[value.id], kept_in)
 
-    def keeping_s(self, value: Value, spec: IndexedSpec, kept_in: str, weight: float) -> float:
-        """Returns the seconds in which a value with a spec is encoded to be kept, and decoded; 0 for no format."""
+    def keeping_s(self, vertex: Vertex, value: Value, spec: IndexedSpec, kept_in: str) -> float:
+        """Returns the seconds in which a vertex's value with a spec is encoded to be kept, and decoded.
+
+        They are 0 for no format. Each trip of a loop has its part of a stack.
+        """
         if not kept_in:
             return 0.0
         num_bytes = local_bytes(value, spec, self.axis_sizes) * (1 + CODES[kept_in].bits / 8 / value.dtype.itemsize)
+        num_bytes /= value.shape[0] if vertex.kind == "stack" else 1
         kernel_s = float(roofline_s(0.0, np.array(2 * num_bytes), str(value.dtype), self.hardware))
-        return weight * (kernel_s + 2 * self.hardware.kernel_launch_s)
+        return vertex.weight * (kernel_s + 2 * self.hardware.kernel_launch_s)
 
     def own_collectives(self, vertex: Vertex, strategy: ShardingStrategy) -> list[PricedCollective]:
         """Returns what an opaque operation or a `shard_map` sends itself, with its seconds in one run.

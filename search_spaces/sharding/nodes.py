@@ -91,7 +91,7 @@ def with_formats(
     Args:
       nodes: of a space in which nothing is in fewer bits.
       codes: what else may be in fewer bits.
-      hub_of: the nodes of the hubs of kept results, by the vertices that make them.
+      hub_of: the nodes that decide how results are kept, by the vertices that make them.
     """
     sent_of: dict[int, list[str]] = {}
     kept_of: dict[int, list[str]] = {}
@@ -103,7 +103,8 @@ def with_formats(
     for i in {**formats_of, **sent_of, **kept_of}:
         node = nodes[i]
         names = tuple(tuple(of.get(i, ())) for of in (formats_of, sent_of, kept_of))
-        shape = node.hub.shape if node.hub is not None else ()
+        value = node.hub or (node.vertex.results[0] if node.vertex.kind == "stack" else None)
+        shape = () if value is None else value.shape
         if (id(node.strategies), names, shape) not in made:
             products = tuple(s._replace(format=name) for name in ("", *names[0]) for s in node.strategies)
             kept = [s for s in products if names[2] and divides(s.results[0], shape, axis_sizes)]

@@ -161,7 +161,6 @@ class MixedProducts:
         Args:
           weights: `[rows, formats, sums and kept]`, float32.
           residuals: of sums with error feedback, as `first_residuals` or the last step returned them.
-          *arguments: the flat arguments.
         """
         arrays = _Mixed(self.row_of, self.formats, self.sums, weights, self.on_overflow)
         keeping = Keeping(self._keeper(weights), lambda mixed, value: mixed, self.kept.late)
@@ -210,7 +209,6 @@ class SumsInParts(NamedTuple):
     """The sums of operations on one device in parts, as devices send them in codes.
 
     Attributes:
-      names: of the formats, of `codes.SUMS`.
       num_devices: that share each sum.
     """
 

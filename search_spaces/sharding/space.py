@@ -265,11 +265,11 @@ class ShardingSpace:
     def node_of(self, key: FormatKey) -> int:
         """Returns the index of the node that decides whether something is in fewer bits."""
         is_kept = isinstance(key, Coded) and key.kind == "kept"
-        return self.hub_node[self.graph.vertices[key[0]].results[0].id] if is_kept else key[0]
+        return self.hub_node.get(self.graph.vertices[key[0]].results[0].id, key[0]) if is_kept else key[0]
 
     @cached_property
     def residuals(self) -> Residuals:
-        """The arrays that can be kept as codes for the backward pass: those with a hub."""
+        """The arrays that can be kept as codes for the backward pass: those with a hub, and stacks of loops."""
         return Residuals(self.graph, self.lifetimes, self.hub_node.keys())
 
     @cached_property
@@ -319,14 +319,18 @@ class ShardingSpace:
     @cached_property
     def node_costs(self) -> NodeCosts:
         """What strategies cost by themselves."""
-        shares = CollectiveShares(self.graph, self.hardware.exposed_share)
-        return NodeCosts(self.axis_sizes, self.hardware, self.reshard_costs, shares, self.kernels, self.format_price_s)
+        costs, shares = self.reshard_costs, self._collective_shares
+        return NodeCosts(self.axis_sizes, self.hardware, costs, shares, self.kernels, self.forms, self.format_price_s)
+
+    @cached_property
+    def _collective_shares(self) -> CollectiveShares:
+        return CollectiveShares(self.graph, self.hardware.exposed_share)
 
     @cached_property
     def least_compute_s(self) -> float:
         """Seconds of arithmetic and memory traffic that each choice takes at least, whatever its memory."""
         of_key: dict[Hashable, float] = {}
-        keys = [self.node_costs.key(node, self.forms) for node in self.nodes if node.hub is None]
+        keys = [self.node_costs.key(node) for node in self.nodes if node.hub is None]
         for key, node in zip(keys, self.nodes, strict=False):
             if key not in of_key:
                 of_key[key] = float(np.min(self.node_costs.compute_s(node.vertex, node.strategies)))
@@ -347,7 +351,7 @@ class ShardingSpace:
     @cached_property
     def quantities(self) -> Quantities:
         """What an objective of a step reads, see `search_spaces.sharding.step_quantities`."""
-        return step_quantities(self.problem, self.nodes, self.edges, self.forms, self.node_costs)
+        return step_quantities(self.problem, self.nodes, self.edges, self.node_costs)
 
     @cached_property
     def preference_problem(self) -> Problem:
@@ -368,7 +372,7 @@ class ShardingSpace:
         """The space as a problem in seconds and bytes, built once."""
         matrices = self._transfer_matrices
         return Problem(
-            node_cost=self.node_costs.all_s(self.nodes, self.forms),
+            node_cost=self.node_costs.all_s(self.nodes),
             edge_nodes=np.array(list(matrices), int).reshape(-1, 2),
             edge_cost=list(matrices.values()),
             usage_node=np.array(self.usages.node, int),

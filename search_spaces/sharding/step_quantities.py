@@ -34,15 +34,14 @@ def preference_problem(problem: Problem, nodes: Sequence[Node], node_costs: Node
 
 
 def step_quantities(
-    problem: Problem, nodes: Sequence[Node], edges: Sequence[Edge], forms: Sequence[int], node_costs: NodeCosts
+    problem: Problem, nodes: Sequence[Node], edges: Sequence[Edge], node_costs: NodeCosts
 ) -> Quantities:
     """Returns the seconds of a step's parts as quantities.
 
     Args:
       problem: of the space, whose edges the quantities have.
-      forms: a number for each vertex, equal for those that compute the same.
     """
-    compute, sent = _of_nodes(nodes, forms, node_costs)
+    compute, sent = _of_nodes(nodes, node_costs)
     moved = _of_edges(problem, nodes, edges, node_costs)
     columns = {HELD: 0, BESIDE: 1, WAITED: 2}
     parts: dict[str, Quantity | LiveMemory] = {COMPUTE: Quantity(compute)}
@@ -89,14 +88,12 @@ def _preference_s(node: Node, node_costs: NodeCosts) -> np.ndarray:
     return node_costs.preference_s(node.vertex, node.strategies)
 
 
-def _of_nodes(
-    nodes: Sequence[Node], forms: Sequence[int], node_costs: NodeCosts
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def _of_nodes(nodes: Sequence[Node], node_costs: NodeCosts) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Returns the seconds of arithmetic `[S_v]`, and of what nodes send `[S_v, held beside waited, A]`."""
     of_key: dict[Hashable, tuple[np.ndarray, np.ndarray]] = {}
     pairs = []
     for node in nodes:
-        key = node_costs.key(node, forms)
+        key = node_costs.key(node)
         if key not in of_key:
             of_key[key] = _of_node(node, node_costs)
         pairs.append(of_key[key])

@@ -30,7 +30,6 @@ class SumResidual(NamedTuple):
       vertex: the index of the operation.
       shape: `[devices that share the sum, trips of each loop around the operation, value]`, float32. A dimension of the
         value is one for each mesh axis that splits its sums, and one for what is left of it.
-      spec: how the array is split.
       rows: dimensions of the value in this array along which each device's part is cut, to be sent to others.
     """
 

@@ -43,6 +43,12 @@ _ALONG_WHOLE_DIMENSIONS = frozenset(
 # fmt: on
 
 
+_SPLIT_ANYHOW = (
+    _ELEMENTWISE | _ALONG_WHOLE_DIMENSIONS | PARAMETERS.keys() | PLACED_OPERATIONS.keys() | REDUCTIONS.keys()
+)
+"""The operations that have a form on blocks however they are split."""
+
+
 def whole_operations(graph: Graph, strategies: Sequence[ShardingStrategy], axis_sizes: tuple[int, ...]) -> list[Vertex]:
     """Returns the operations that strategies split but that have no form on blocks."""
     return [v for v in graph.operations() if runs_whole(v, strategies[v.index], axis_sizes)]
@@ -70,10 +76,7 @@ def runs_whole(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int
         return True
     if name in _CONDITIONS:
         return not _CONDITIONS[name](vertex, strategy, axis_sizes)
-    return (
-        name
-        not in _ELEMENTWISE | _ALONG_WHOLE_DIMENSIONS | PARAMETERS.keys() | PLACED_OPERATIONS.keys() | REDUCTIONS.keys()
-    )
+    return name not in _SPLIT_ANYHOW
 
 
 # When an operation has a form on blocks.

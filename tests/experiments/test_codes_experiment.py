@@ -4,9 +4,15 @@ from experiments import codes
 
 
 def test_each_kind_of_codes_is_trained_with(capsys):
-    codes.main(["--sizes", "small", "--steps", "4", "--seeds", "1", "--devices", "2", "--formats", "int8"])
+    arguments = ["--sizes", "small", "--steps", "4", "--seeds", "1", "--devices", "2", "--formats", "int8"]
+    codes.main([*arguments, "--sgd", "0.1"])
     lines = capsys.readouterr().out.splitlines()
-    rows = {line.split("  ")[0]: line.split("  ")[1:] for line in lines[:3]}
-    assert list(rows) == ["exact", "sums of gradients in int8", "arrays kept for the backward pass in int8"]
+    rows = {line.split("  ")[0]: line.split("  ")[1:] for line in lines[:4]}
+    assert list(rows) == [
+        "exact",
+        "sums of gradients in int8",
+        "sums of gradients in int8 with error feedback",
+        "arrays kept for the backward pass in int8",
+    ]
     assert rows["exact"] == ["0", "+0.0000"]
     assert all(int(count) > 0 and abs(float(loss)) < 0.1 for count, loss in list(rows.values())[1:])

@@ -88,7 +88,6 @@ def test_estimates_are_held_against_trainings(capsys):
 ESTIMATES = [
     "trainings",
     "paired looks",
-    "random looks, regression",
     "hypergradient",
     "loss of one use",
     "hypergradient, no factor",

@@ -1,21 +1,25 @@
 """Found plans against experts' by their compiled programs' timelines."""
 
+import dataclasses
 import math
 from pathlib import Path
 
 import pytest
 
-from experiments import timeline
+from experiments import timeline, timeline_table
 from experiments.timeline_table import (
     Row,
     append_row,
     best_expert_s,
     cells,
     geometric_mean,
+    near_waits,
     over_best_expert,
     ranking,
     read_rows,
+    summary,
 )
+from tests.experiments.printed_tables import printed_rows
 
 ARGUMENTS = ["--meshes", "2x4", "--batch", "4", "--sizes", "small", "--target", "host", "--time-limit", "1"]
 
@@ -72,6 +76,45 @@ def test_an_expert_without_a_prediction_counts_as_an_expert_but_not_in_the_ranki
 def test_the_geometric_mean_leaves_out_what_is_unknown():
     assert geometric_mean([0.5, math.nan, 2.0]) == pytest.approx(1.0)
     assert math.isnan(geometric_mean([math.nan]))
+
+
+def test_the_five_longest_waits_of_a_row_are_near_if_the_plan_has_them_within_a_quarter():
+    compiled = {"all_gather data": 0.4, "all_gather model": 0.2, "all_reduce data": 0.1, "reduce_scatter data": 1e-5}
+    played = {"all_gather data": 0.5, "all_gather model": 0.26, "all_to_all data": 0.1}
+    row = dataclasses.replace(_row("found", 1.0, 1.0), waited_s=compiled, played_s=1.0, played_waits_s=played)
+    assert near_waits(row) == (1, 3)  # the fourth is too short to count
+
+
+def test_what_settings_say_together():
+    ahead = [dataclasses.replace(_row("found", 1.04, 1.0), played_s=0.9), _row("fsdp", 1.0, 2.0)]
+    behind = [_row("found", 0.9, 1.0), _row("fsdp", 1.0, 1.0), _row("hybrid fsdp", 1.0, 0.5)]
+    assert summary([ahead, behind]) == ("1.000", "1 of 2", "2.000", "1 of 2", "0 of 1", "0 of 0")
+
+
+def test_the_table_of_a_file_divides_its_settings_into_tuned_and_held_out(tmp_path: Path, capsys):
+    rows = [
+        _row(plan, 1.0, s, model) for model, s in (("decoder", 1.0), ("contrastive", 3.0)) for plan in ("found", "fsdp")
+    ]
+    # Rows of one setting need not follow one another.
+    for row in (*rows, _row("hybrid fsdp", 1.0, 0.8)):
+        append_row(row, tmp_path / "rows.jsonl")
+    timeline_table.main([str(tmp_path / "rows.jsonl")])
+    first, second, tuned, held_out, both = printed_rows(capsys.readouterr().out)
+    assert first == ["decoder, 2x4", "1000.0", "hybrid fsdp", "800.0", "1.250", "2"]
+    assert second == ["contrastive, 2x4", "3000.0", "fsdp", "3000.0", "1.000", "1"]
+    assert [row[:3] for row in (tuned, held_out)] == [
+        ["tuned, 1", "1.250", "1 of 1"],
+        ["held out, 1", "1.000", "0 of 1"],
+    ]
+    assert both[:4] == ["all, 2", "1.118", "1 of 2", "1.250"]
+    timeline_table.main([str(tmp_path / "rows.jsonl"), "--experts", "fsdp"])
+    assert printed_rows(capsys.readouterr().out)[-1][:4] == ["all, 2", "1.000", "0 of 2", "1.000"]
+
+
+def test_a_file_without_rows_is_refused(tmp_path: Path, capsys):
+    with pytest.raises(SystemExit):
+        timeline_table.main([str(tmp_path / "none.jsonl")])
+    assert "the file has no rows" in capsys.readouterr().err
 
 
 def _row(plan: str, predicted_s: float, step_s: float, model: str = "decoder") -> Row:

@@ -19,8 +19,6 @@ class TrainingState(NamedTuple):
     """What training carries from step to step; a pytree of arrays, so it can be saved and restored.
 
     Attributes:
-      params: whole arrays.
-      optimizer_state: of the optimiser.
       residuals: what strategies have not sent yet, `[devices, ...]` for each parameter that may have some.
       key: a random key; step n takes `jax.random.fold_in(key, n)`.
       step: how many steps were taken, int32.
@@ -107,14 +105,6 @@ def choice_in(plan: BilevelPlanData, strategies: Sequence[str], space: LossySpac
     """Returns the indices in a space of strategies that are named for the nodes of a plan.
 
     Nodes are looked up by name, and those of equal names (a type's sites in several branches, say) in their order.
-
-    Args:
-      plan: names the nodes.
-      strategies: one name for each node.
-      space: where they are looked up.
-
-    Raises:
-      PlanError: the space is for another mesh, or lacks a node or a strategy, or has a node more; names the first.
     """
     if list(plan.mesh_axes.items()) != list(space.mesh_axes.items()):
         raise PlanError(

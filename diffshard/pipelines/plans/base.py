@@ -58,6 +58,8 @@ class PlannedStage:
       devices: the numbers of its devices in the cluster, kind by kind and host by host.
       forward_s, backward_s: predicted, of one micro-batch.
       end_s: predicted, of the end of the step, such as the optimiser's update.
+      weights_s: predicted, of one micro-batch, of the gradients of the weights where a schedule computes them apart;
+        they are not in `backward_s` then.
       send_forward_s, send_backward_s: of one micro-batch, to the next stage and back from it; 0 for the last stage.
       in_flight: how many micro-batches it keeps at most.
       peak_bytes: predicted, of each device; of this stage alone where it holds several.
@@ -95,6 +97,7 @@ class PlannedStage:
     num_offloaded: Index = 0
     offloaded_bytes: Amount = 0.0
     offload_s: Amount = 0.0
+    weights_s: Amount = 0.0
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ The times of a step are simulated again from those of the stages; they have to b
 import math
 from collections.abc import Sequence
 
+from cost.pipeline_schedules import Schedule, splits_backward
 from cost.pipeline_steps import PipelineStep, StepsInTurn, pipeline_step, steps_in_turn
 from cost.pipeline_times import StageTimes
 from diffshard.pipelines.plans.base import PipelinePlanData, PlannedStage
@@ -46,22 +47,25 @@ def simulated_steps(plan: PipelinePlanData) -> StepsInTurn:
     Raises:
       ValueError: a time is negative or not finite.
     """
-    return steps_in_turn(_times(plan.stages), plan.num_microbatches, [s.end_s for s in plan.stages], plan.overlap)
+    return steps_in_turn(
+        _times(plan.schedule, plan.stages), plan.num_microbatches, [s.end_s for s in plan.stages], plan.overlap
+    )
 
 
 def _simulated(plan: PipelinePlanData, stages: Sequence[PlannedStage], num_microbatches: int) -> PipelineStep:
     ends = [stage.end_s for stage in stages]
     each = plan.stages_per_device
-    return pipeline_step(_times(stages), plan.schedule, num_microbatches, ends, plan.overlap, each)
+    return pipeline_step(_times(plan.schedule, stages), plan.schedule, num_microbatches, ends, plan.overlap, each)
 
 
-def _times(stages: Sequence[PlannedStage]) -> StageTimes:
+def _times(schedule: Schedule, stages: Sequence[PlannedStage]) -> StageTimes:
     links = stages[:-1]
     return StageTimes(
         [stage.forward_s for stage in stages],
         [stage.backward_s for stage in stages],
         [stage.send_forward_s for stage in links],
         [stage.send_backward_s for stage in links],
+        [stage.weights_s for stage in stages] if splits_backward(schedule) else None,
     )
 
 
@@ -150,6 +154,10 @@ def _check_times(plan: PipelinePlanData) -> None:
         if [stage.in_flight for stage in stages] != simulation.in_flight.tolist():
             raise ValueError(
                 f"`in_flight` of the stages must be {simulation.in_flight.tolist()} with {plan.schedule!r}"
+            )
+        if any(stage.weights_s for stage in stages) and not splits_backward(plan.schedule):
+            raise ValueError(
+                f"`weights_s` of the stages must be 0 with {plan.schedule!r}, which has all in `backward_s`"
             )
         if stages[-1].send_forward_s or stages[-1].send_backward_s:
             raise ValueError("the last of the `stages` must send nothing to a next one")

@@ -9,7 +9,6 @@ from diffshard.pipelines.plans.text import (
     OFFLOADED_TITLE,
     RECOMPUTED_TITLE,
     STAGE_HEAD,
-    TIME_HEAD,
     TRIED_TITLE,
     format_pipeline_plan,
     layer_range,
@@ -103,8 +102,9 @@ def _stage_table(plan: PipelinePlanData) -> str:
 
 
 def _time_table(plan: PipelinePlanData) -> str:
-    rows = [(f"stage {number}", *others) for number, *others in time_rows(plan)[1:]]
-    return table(TIME_HEAD, rows, right=range(1, len(TIME_HEAD)))
+    head, *rows = time_rows(plan)
+    rows = [(f"stage {number}", *others) for number, *others in rows]
+    return table(head, rows, right=range(1, len(head)))
 
 
 def _memory(number: int, stage: PlannedStage) -> str:

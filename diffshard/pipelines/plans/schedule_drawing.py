@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cost.pipeline_schedules import BACKWARD, FORWARD, SEND_BACKWARD, SEND_FORWARD
+from cost.pipeline_schedules import BACKWARD, FORWARD, SEND_BACKWARD, SEND_FORWARD, STAGE_KINDS, WEIGHTS
 from diffshard.pipelines.plans.base import PipelinePlanData
 from diffshard.pipelines.plans.consistency import simulated, simulated_steps
 from diffshard.pipelines.plans.text import layer_range
@@ -19,6 +19,7 @@ from diffshard.plans.page_elements import escape
 KINDS: dict[int | None, str] = {
     FORWARD: "forward",
     BACKWARD: "backward",
+    WEIGHTS: "gradients of weights",
     SEND_FORWARD: "sending on",
     SEND_BACKWARD: "sending back",
 }
@@ -149,6 +150,7 @@ def boxes_of_many_steps(plan: PipelinePlanData) -> Drawing:
 _COLOURS = {
     "forward": "var(--fill0)",
     "backward": "var(--fill1)",
+    "gradients of weights": "var(--fill5)",
     "end of step": "var(--fill3)",
     "weights arrive": "var(--fill2)",
     "sums are sent": "var(--fill4)",
@@ -197,7 +199,7 @@ def schedule_elements(plan: PipelinePlanData, exchange: Exchange | None = None, 
         def boxes_of(*kinds: int | None, stages: Sequence[int] = of_device) -> list[Box]:
             return sorted((b for k in kinds for i in stages for b in drawing.boxes[k, i]), key=lambda box: box.start_s)
 
-        add_row("lane", [*_few(boxes_of(FORWARD, BACKWARD)), *boxes_of(None)])
+        add_row("lane", [*_few(boxes_of(*STAGE_KINDS)), *boxes_of(None)])
         if len(of_device) > 1 or of_device[0] + 1 < len(plan.stages):
             for kind in (SEND_FORWARD, SEND_BACKWARD):
                 add_row("lane thin", _few(boxes_of(kind)))

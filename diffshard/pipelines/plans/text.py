@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+from cost.pipeline_schedules import splits_backward
 from diffshard.pipelines.plans.base import PipelinePlanData, PlannedStage
 from diffshard.pipelines.plans.consistency import simulated
 from diffshard.plans.formats import (
@@ -20,7 +21,7 @@ from diffshard.plans.formats import (
 )
 
 STAGE_HEAD = ("stage", "layers", "begins at", "devices", "mesh", "memory of a device")
-TIME_HEAD = ("stage", "forward", "backward", "send on", "send back", "in flight", "all of them", "end of step")
+_TIME_HEAD = ("stage", "forward", "backward", "send on", "send back", "in flight", "all of them", "end of step")
 TIME_TITLE = "One micro-batch on each stage; how many are in flight, with what each keeps; all of them"
 RECOMPUTED_TITLE = "Made again in the backward pass, rather than kept"
 OFFLOADED_TITLE = "In memory of the host until the backward pass reads it"
@@ -30,6 +31,8 @@ _SCHEDULES = {
     "1f1b": "forward and backward operations alternate",
     "eager": "as 1f1b, with more micro-batches in flight",
     "interleaved": "as 1f1b, with several stages on each device",
+    "zb-h1": "as 1f1b, with the gradients of weights where stages would wait",
+    "zb-v": "two stages on each device, with the gradients of weights where they would wait",
     "2bw": "as 1f1b, and a step begins before the one before it has ended. Results differ from those of the step: "
     "gradients are of the weights of one step ago",
 }
@@ -41,7 +44,7 @@ def format_pipeline_plan(plan: PipelinePlanData) -> str:
     parts = [
         _header(plan),
         _table(f"Stages: {layers}", stage_rows(plan), (0,)),
-        _table(TIME_TITLE, time_rows(plan), (0, 1, 2, 3, 4, 7)),
+        _time_table(plan),
     ]
     again = [(i, words) for i, stage in enumerate(plan.stages) if (words := recomputed_words(stage))]
     if again:
@@ -52,7 +55,7 @@ def format_pipeline_plan(plan: PipelinePlanData) -> str:
     for title, words, replica in replica_plans(plan):
         parts.append("\n".join(wrapped(f"{title}: {words}")))
         parts.append(_table("Its stages", stage_rows(replica), (0,)))
-        parts.append(_table(TIME_TITLE, time_rows(replica), (0, 1, 2, 3, 4, 7)))
+        parts.append(_time_table(replica))
     if plan.tried:
         parts.append(_table(TRIED_TITLE, tried_rows(plan), range(len(plan.tried) + 1)))
     if plan.notes:
@@ -168,15 +171,17 @@ def stage_rows(plan: PipelinePlanData) -> list[Sequence[str]]:
 
 
 def time_rows(plan: PipelinePlanData) -> list[Sequence[str]]:
-    """Returns the cells of `TIME_HEAD` for each stage, after the head."""
-    rows: list[Sequence[str]] = [TIME_HEAD]
+    """Returns the times of each stage, after a head; where gradients of weights are computed apart, these too."""
+    is_split = splits_backward(plan.schedule)
+    rows: list[Sequence[str]] = [(*_TIME_HEAD[:3], "weights", *_TIME_HEAD[3:]) if is_split else _TIME_HEAD]
     for i, stage in enumerate(plan.stages):
         has_next = i + 1 < len(plan.stages)
         sends = [format_s(s) if has_next else "" for s in (stage.send_forward_s, stage.send_backward_s)]
-        busy_s = plan.main_microbatches * (stage.forward_s + stage.backward_s)
+        busy_s = plan.main_microbatches * (stage.forward_s + stage.backward_s + stage.weights_s)
         busy = f"{format_s(busy_s)} ({busy_s / plan.step_s:.0%})" if plan.step_s else format_s(busy_s)
         kept = f"{stage.in_flight} x {format_bytes(stage.residual_bytes)}"
-        passes = format_s(stage.forward_s), format_s(stage.backward_s)
+        passes = [format_s(stage.forward_s), format_s(stage.backward_s)]
+        passes += [format_s(stage.weights_s)] if is_split else []
         rows.append((str(i), *passes, *sends, kept, busy, format_s(stage.end_s)))
     return rows
 
@@ -238,6 +243,12 @@ def _header(plan: PipelinePlanData) -> str:
 
 def _table(title: str, rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
     return "\n".join([*wrapped(title), "", *format_table(rows, "  ", right)])
+
+
+def _time_table(plan: PipelinePlanData) -> str:
+    rows = time_rows(plan)
+    right = [column for column in range(len(rows[0])) if rows[0][column] not in ("in flight", "all of them")]
+    return _table(TIME_TITLE, rows, right)
 
 
 def _device_range(numbers: Sequence[int]) -> str:

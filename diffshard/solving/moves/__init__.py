@@ -4,5 +4,5 @@
 - `forest.py`: many nodes at once, exactly, because no cycle joins them.
 - `polish.py`: forest moves at memory prices that answer to each move.
 - `neighbourhoods.py`: disjoint balls of nodes, perturbed at once and accepted each by itself.
-- `replicas.py`: random changes of single nodes by many walks, under parallel tempering.
+- `chains.py`: random changes of single nodes by many chains, under parallel tempering.
 """

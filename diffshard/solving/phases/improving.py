@@ -1,6 +1,6 @@
-"""Phases that improve the choice of a search: annealed tree moves, perturbed balls, walks, levelled loads, branches.
+"""Phases that improve the choice of a search: annealed tree moves, perturbed balls, Markov chains, levelled loads.
 
-They differ in what they see. Forest moves change much at once but see no loads; walks change one node and are priced
+They differ in what they see. Forest moves change much at once but see no loads; a chain changes one node and is priced
 exactly; a branch of the dual raises the bound as well. `SideBySide` gives more of the time to those that improved the
 choice lately.
 """
@@ -14,9 +14,9 @@ import numpy as np
 
 from diffshard.solving.dual.ascent import Branching
 from diffshard.solving.moves.balance import Balance
+from diffshard.solving.moves.chains import Chains
 from diffshard.solving.moves.neighbourhoods import perturb, split
 from diffshard.solving.moves.polish import rounded_choice
-from diffshard.solving.moves.replicas import Replicas
 from diffshard.solving.phases.base import NO_BOUND, Phase, Search
 
 
@@ -100,19 +100,19 @@ class Neighbourhoods:
 
 
 @dataclass(frozen=True)
-class Walks:
-    """Tempered walks, for small graphs and for loads; all numbers were chosen by hand on the contest's instances.
+class TemperedChains:
+    """Tempered chains, for small graphs and for loads; all numbers were chosen by hand on the contest's instances.
 
     Attributes:
-      num_walks: side by side, each at a temperature of its own.
-      num_random_starts: the hottest walks, which begin at random choices; the others begin at the best choice.
-      steps_per_node: of each walk, without a time limit.
+      num_chains: side by side, each at a temperature of its own.
+      num_random_starts: the hottest chains, which begin at random choices; the others begin at the best choice.
+      steps_per_node: of each chain, without a time limit.
       temperatures: lowest and highest, in the bound's cost per node.
       steps_per_exchange: steps between two exchanges of neighbours in temperature.
-      steps_per_offer: steps between two yields, at which the walks' best choice is offered to the search.
+      steps_per_offer: steps between two yields, at which the chains' best choice is offered to the search.
     """
 
-    num_walks: int = 32
+    num_chains: int = 32
     num_random_starts: int = 0
     steps_per_node: float = 40
     temperatures: tuple[float, float] = (3e-5, 3e-2)
@@ -120,29 +120,29 @@ class Walks:
     steps_per_offer: int = 100
 
     def __call__(self, search: Search) -> Iterator[float]:
-        """Walks; has no bound."""
+        """Runs the chains; has no bound."""
         polish, num_nodes = search.polish, len(search.flat.sizes)
-        temperatures = search.cost_per_node * np.geomspace(*self.temperatures, self.num_walks)
-        replicas = Replicas(search.flat, polish.rng, self._starts(search))
+        temperatures = search.cost_per_node * np.geomspace(*self.temperatures, self.num_chains)
+        chains = Chains(search.flat, polish.rng, self._starts(search))
         progress = search.clock.progress(round(self.steps_per_node * num_nodes), 1.0)
         step = 0
         while progress(step) < 1:
             for _ in range(self.steps_per_exchange):
-                replicas.step(temperatures)
-            replicas.temper(temperatures)
+                chains.step(temperatures)
+            chains.temper(temperatures)
             step += self.steps_per_exchange
             if step % self.steps_per_offer == 0:
-                if replicas.best is not None:
-                    polish.offer(replicas.best)
+                if chains.best is not None:
+                    polish.offer(chains.best)
                 yield NO_BOUND
 
     def _starts(self, search: Search) -> np.ndarray:
-        """Returns the choices `[num_walks, V]` at which the walks begin, the coldest first."""
-        starts = np.repeat(search.polish.best[None], self.num_walks, axis=0)
+        """Returns the choices `[num_chains, V]` at which the chains begin, the coldest first."""
+        starts = np.repeat(search.polish.best[None], self.num_chains, axis=0)
         if self.num_random_starts:
             sizes = search.flat.sizes
             random_choices = search.polish.rng.integers(sizes, size=(self.num_random_starts, len(sizes)))
-            starts[self.num_walks - self.num_random_starts :] = random_choices
+            starts[self.num_chains - self.num_random_starts :] = random_choices
         return starts
 
 

@@ -5,11 +5,10 @@
 2. `QuotientStart` solves the much smaller problem in which equal layers take equal strategies, and `DualStarts` rounds
    the dual and perturbed duals. Exact moves of random forests, at prices that keep the memory, polish each start.
 3. `Annealing` goes on from the best, and then three phases share the time:
-   `Neighbourhoods` perturbs disjoint balls of nodes and accepts each by itself;
-   `Branches` splits the dual where the graph is small: it closes what memory and loads leave between the choice and the
-   bound, and its branches are new starts;
-   `Walks` are Metropolis walks under parallel tempering, where the graph is small or devices do different work, so that
-   the largest load joins all nodes.
+   `Neighbourhoods` perturbs disjoint balls of nodes and accepts each by itself; `Branches` splits the dual where the
+   graph is small: it closes what memory and loads leave between the choice and the bound, and its branches are new
+   starts; `TemperedChains` are Metropolis chains under parallel tempering, where the graph is small or devices do
+   different work, so that the largest load joins all nodes.
 
 `default_phases` chooses those that suit a problem. A problem of few choices is enumerated instead.
 """
@@ -29,13 +28,13 @@ from diffshard.solving.flat import flatten, numpy_generator, with_ceiling
 from diffshard.solving.moves.forest import Grow, grow_forest
 from diffshard.solving.moves.polish import Polish
 from diffshard.solving.phases.base import Climb, Clock, Phase, Search, Start
-from diffshard.solving.phases.improving import Annealing, Branches, Neighbourhoods, SideBySide, Walks
+from diffshard.solving.phases.improving import Annealing, Branches, Neighbourhoods, SideBySide, TemperedChains
 from diffshard.solving.phases.starts import MOST_CLIMB_STARTS, DualClimb, DualStarts, QuotientStart
 from diffshard.solving.solvers import exhaustive
 
 MOST_ENUMERATED = 1 << 16
 """Choices up to which all are enumerated, which takes about 10 ms; chosen by hand."""
-MOST_NODES_OF_SMALL = 500  # up to which a graph is worth branches and walks; chosen by hand on the contest's instances
+MOST_NODES_OF_SMALL = 500  # up to which a graph is worth branches and chains; chosen by hand on the contest's instances
 _YIELDS_PER_PROPOSAL = 10  # a proposal's exact price takes about as long as a move; chosen by hand
 _CLIMB = DualClimb()
 
@@ -43,19 +42,19 @@ _CLIMB = DualClimb()
 def default_phases(problem: Problem) -> tuple[Phase, ...]:
     """Returns the phases that suit a problem, in their order; all numbers were chosen by hand.
 
-    Loads join all nodes, and forest moves do not see them: walks do, so these take the place of annealing and
+    Loads join all nodes, and forest moves do not see them: chains do, so these take the place of annealing and
     neighbourhoods, from hotter and random starts. On a small graph starts and annealing end early, because branches and
-    walks do more there, and all its nodes are one neighbourhood.
+    chains do more there, and all its nodes are one neighbourhood.
     """
     is_small = len(problem.node_cost) <= MOST_NODES_OF_SMALL
     branches = (Branches(),) if is_small else ()
     starts = QuotientStart(solve), DualStarts(end_share=0.15 if is_small else 0.6)
     if num_loads(problem):
-        walks = Walks(num_random_starts=16, steps_per_node=200, temperatures=(1e-4, 1.0))
-        return *starts, SideBySide((*branches, walks))
+        chains = TemperedChains(num_random_starts=16, steps_per_node=200, temperatures=(1e-4, 1.0))
+        return *starts, SideBySide((*branches, chains))
     if is_small:
         neighbourhoods = Neighbourhoods(nodes_per_ball=math.inf, memory_spread=1.0)
-        return *starts, Annealing(end_share=0.2), SideBySide((neighbourhoods, *branches, Walks()))
+        return *starts, Annealing(end_share=0.2), SideBySide((neighbourhoods, *branches, TemperedChains()))
     return *starts, Annealing(end_share=0.75), Neighbourhoods(nodes_per_ball=50, memory_spread=0.3)
 
 

@@ -13,32 +13,32 @@ from cost.base import Problem, num_strategies
 from diffshard.base import Proposal
 from diffshard.solving.examples import chain
 from diffshard.solving.flat import flatten, numpy_generator, with_ceiling
-from diffshard.solving.moves.replicas import Replicas
+from diffshard.solving.moves.chains import Chains
 
-_NUM_WALKS = 8  # from random choices; chosen by hand
-_STEPS_PER_NODE = 100  # of each walk, without a time limit; chosen by hand
+_NUM_CHAINS = 8  # from random choices; chosen by hand
+_STEPS_PER_NODE = 100  # of each chain, without a time limit; chosen by hand
 _STEPS_PER_PROPOSAL = 10  # chosen by hand
-_TEMPERATURES = 1.0, 1e-4  # first and last, in the best walk's cost per node; chosen by hand
+_TEMPERATURES = 1.0, 1e-4  # first and last, in the best chain's cost per node; chosen by hand
 
 
 def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array) -> Iterator[Proposal]:
-    """Yields the best of the walks; has no bound."""
+    """Yields the best of the chains; has no bound."""
     rng, flat = numpy_generator(key), with_ceiling(flatten(problem))
     sizes = num_strategies(problem)
-    walks = Replicas(flat, rng, rng.integers(sizes, size=(_NUM_WALKS, len(sizes))))
+    chains = Chains(flat, rng, rng.integers(sizes, size=(_NUM_CHAINS, len(sizes))))
     start, num_steps = time.perf_counter(), _STEPS_PER_NODE * len(sizes)
     hot, cold = _TEMPERATURES
     proposed_cost, share, step = np.inf, 0.0, 0
     while share < 1:
-        scale = np.abs(walks.cost).min() / len(sizes)
-        walks.step(scale * hot * (cold / hot) ** share)
+        scale = np.abs(chains.cost).min() / len(sizes)
+        chains.step(scale * hot * (cold / hot) ** share)
         step += 1
         share = step / num_steps if time_limit_s is None else (time.perf_counter() - start) / time_limit_s
         if step % _STEPS_PER_PROPOSAL == 0 or share >= 1:
-            yield Proposal(walks.best if walks.best_cost < proposed_cost else None)
-            proposed_cost = walks.best_cost
-    if walks.best is None:
-        yield Proposal(walks.choice[walks.excess.argmin()])
+            yield Proposal(chains.best if chains.best_cost < proposed_cost else None)
+            proposed_cost = chains.best_cost
+    if chains.best is None:
+        yield Proposal(chains.choice[chains.excess.argmin()])
 
 
 EXAMPLE = chain

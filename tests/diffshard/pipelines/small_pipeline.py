@@ -7,11 +7,12 @@ import optax
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from cost.pipeline_schedules import checked_stages_per_device, graph_of
+from cost.pipeline_schedules import checked_stages_per_device, graph_of, splits_backward
 from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.execution import StagedExecution
 from diffshard.pipelines.microbatches import trace_in_microbatches
 from search_spaces.pipelines.forward_backward import num_bytes, places
+from search_spaces.pipelines.split_backward import with_split_backward
 from search_spaces.pipelines.stage_programs import staged_step
 from search_spaces.pipelines.step_parts import parameters_of, step_parts
 
@@ -111,6 +112,7 @@ def small_execution(step, counts, num_microbatches, schedule, stored=replicated,
     parts = step_parts(traced.function)
     num_stages = len(counts) * checked_stages_per_device(schedule, None)
     staged = staged_step(parts, even_cuts(parts, num_stages))
+    staged = with_split_backward(staged) if splits_backward(schedule) else staged
     graph, groups = graph_of(schedule, num_stages, num_microbatches), meshes(counts, order)
     on = [groups[device] for device in graph.device]
     sharding_of = lambda stage, key: stored(on[stage], staged.avals[key])  # noqa: E731

@@ -18,6 +18,7 @@ from diffshard.pipelines.stage_memory import compiled_program
 from diffshard.plans.formats import format_s
 from search_spaces.pipelines import grouped_program
 from search_spaces.pipelines.example_groups import in_groups
+from search_spaces.pipelines.split_backward import with_split_backward
 from search_spaces.pipelines.stage_labels import Label
 from search_spaces.pipelines.stage_programs import staged_step
 from search_spaces.replay import bind
@@ -46,28 +47,36 @@ def mlp_arguments(width=16, examples=64):
     return {"up": up, "down": down}, tuple(jax.random.normal(key, (examples, width)) for key in keys[2:])
 
 
-def grouped(step, args, num_stages, num_microbatches, num_groups):
-    """Returns a step in even stages, in micro-batches of groups of examples, and the cut step."""
+def staged_parts(step, args, num_stages, num_microbatches, num_groups):
+    """Returns a step in even stages, in micro-batches that are parts of groups of examples, and the cut step."""
     uncut = uncut_step(step, num_microbatches * num_groups, BatchArguments((1,), ()), args, {}, num_groups)
     candidates = uncut.candidates()
     candidates = [c for c in candidates if c.cut.trip] or candidates
     cut = cut_step(uncut, [candidates[len(candidates) * i // num_stages].cut for i in range(1, num_stages)])
-    return in_groups(staged_step(cut.parts, cut.cuts)), cut
+    return staged_step(cut.parts, cut.cuts), cut
+
+
+def grouped(step, args, num_stages, num_microbatches, num_groups):
+    """Returns a step in even stages, in micro-batches of groups of examples, and the cut step."""
+    staged, cut = staged_parts(step, args, num_stages, num_microbatches, num_groups)
+    return in_groups(staged), cut
 
 
 @pytest.mark.parametrize(
-    ("step", "args", "num_stages", "num_microbatches", "num_groups"),
+    ("step", "args", "num_stages", "num_microbatches", "num_groups", "schedule"),
     [
-        (small_pipeline.train_step, small_pipeline.arguments, 2, 2, 4),  # tied embedding, masks, clipping, a maximum
-        (scanned_models.train_step, scanned_models.arguments, 2, 4, 2),  # masks inside of the scan
-        (mlp_step, mlp_arguments, 1, 4, 2),
+        (small_pipeline.train_step, small_pipeline.arguments, 2, 2, 4, "1f1b"),  # tied embedding, masks, clipping
+        (scanned_models.train_step, scanned_models.arguments, 2, 4, 2, "1f1b"),  # masks inside of the scan
+        (mlp_step, mlp_arguments, 1, 4, 2, "1f1b"),
+        (scanned_models.train_step, scanned_models.arguments, 2, 2, 2, "zb-h1"),
     ],
 )
-def test_results_are_those_of_one_device(step, args, num_stages, num_microbatches, num_groups):
+def test_results_are_those_of_one_device(step, args, num_stages, num_microbatches, num_groups, schedule):
     args = args()
     staged, cut = grouped(step, args, num_stages, num_microbatches, num_groups)
     assert staged.num_microbatches == num_microbatches
-    graph = graph_of("1f1b", num_stages, num_microbatches)
+    staged = with_split_backward(staged) if schedule == "zb-h1" else staged
+    graph = graph_of(schedule, num_stages, num_microbatches)
     execution = StagedExecution(staged, meshes([2] * num_stages), graph, lambda stage, key: None)
     found = cut.result(execution(cut.flat_arguments(jax.tree.leaves(args))))
     found = jax.tree.map(lambda x: np.asarray(x) if isinstance(x, diffshard.pipelines.StagedArray) else x, found)
@@ -90,9 +99,10 @@ def test_an_operation_that_cannot_compute_groups_is_named(monkeypatch):
             raise NotImplementedError("no batching rule")
         return bind(equation, operands, **parameters)
 
+    staged, _ = staged_parts(mlp_step, mlp_arguments(), 1, 4, 2)
     monkeypatch.setattr(grouped_program, "bind", bind_without_tanh)
     with pytest.raises(ValueError, match=r"tanh \(.*test_gradient_reductions.py.* cannot compute groups of examples"):
-        grouped(mlp_step, mlp_arguments(), 1, 4, 2)
+        in_groups(staged)
 
 
 @pytest.fixture(scope="module")

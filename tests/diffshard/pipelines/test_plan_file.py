@@ -57,7 +57,7 @@ def test_newer_versions_and_other_files_are_refused(tmp_path):
         (("num_layers",), 13, "`stages` end with layer 11, where `num_layers` is 13"),
         (("num_devices",), 7, "different numbers below `num_devices`, 7"),
         (("num_microbatches",), 10**9, "`num_microbatches` must be from 1 to"),
-        (("schedule",), "zb-h1", "`weights_s` must be given"),
+        (("schedule",), "zb-h1", r"`in_flight` of the stages must be \[3, 3, 3\]"),
         (("schedule",), "gpipe", "`in_flight` of the stages must be"),
         (("schedule",), "none", "`schedule` is 'none', not one of"),
         (("stages",), [], "`stages` must be from 1 to"),

@@ -8,23 +8,27 @@ import pytest
 
 import diffshard
 from diffshard.base import PlanError
+from diffshard.pipelines.even_division import EvenDivisionSearch
 from diffshard.pipelines.plans.file import from_json, to_json
 from tests.diffshard.pipelines.small_pipeline import arguments, check_close, train_step
 from tests.diffshard.pipelines.small_pipeline_plan import GIB, small_pipeline_plan, stage
 
 
-def test_an_interleaved_pipeline_has_the_results_of_one_device(tmp_path):
-    args, devices = arguments(), jax.devices()
-    cluster = diffshard.Cluster.from_devices(devices, hardware="h100")
-    pipeline = diffshard.Pipeline(microbatches=4, schedules=("interleaved",), max_stages=4, residuals=("keep",))
+@pytest.mark.parametrize(
+    ("schedule", "num_stages", "in_flight"),
+    [("interleaved", 4, [4, 3, 2, 1]), ("zb-h1", 2, [2, 2]), ("zb-v", 4, [4, 3, 2, 1])],
+)
+def test_a_searched_pipeline_has_the_results_of_one_device(schedule, num_stages, in_flight, tmp_path, monkeypatch):
+    args, cluster = arguments(), diffshard.Cluster.from_devices(jax.devices(), hardware="h100")
+    pipeline = diffshard.Pipeline(microbatches=4, schedules=(schedule,), max_stages=num_stages, residuals=("keep",))
+    leave_two_devices(monkeypatch)
     step = diffshard.search(train_step, cluster, pipeline=pipeline)
     plan = step.plan(*args)
-    assert (plan.schedule, plan.stages_per_device, len(plan.stages)) == ("interleaved", 2, 4)
-    numbers = [stage.devices for stage in plan.stages]
-    assert numbers[:2] == numbers[2:] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert [stage.in_flight for stage in plan.stages] == [4, 3, 2, 1]
+    assert (plan.schedule, plan.stages_per_device, len(plan.stages)) == (schedule, num_stages // 2, num_stages)
+    assert [stage.in_flight for stage in plan.stages] == in_flight
+    assert {stage.devices for stage in plan.stages} == {(0, 1, 2, 3), (4, 5, 6, 7)}
+    assert any(stage.weights_s > 0 for stage in plan.stages) == (schedule != "interleaved")
     assert plan.lower_bound_s <= plan.step_s
-    assert "4 stages (2 on each device) on 8 devices" in str(plan)
     expected = jax.jit(train_step)(*args)
     for _ in range(2):
         found = step(*args)
@@ -33,6 +37,12 @@ def test_an_interleaved_pipeline_has_the_results_of_one_device(tmp_path):
     plan.save(tmp_path / "plan.json")
     applied = diffshard.PipelinePlan.load(tmp_path / "plan.json").apply(train_step, cluster)
     check_close(applied(*args), expected)
+
+
+def leave_two_devices(monkeypatch):
+    """Leaves two halves of the devices: one stage on all of them would be faster for a small model."""
+    places = EvenDivisionSearch.places
+    monkeypatch.setattr(EvenDivisionSearch, "places", lambda self: [one for one in places(self) if one[0] == 2])
 
 
 def interleaved_plan(**changes):
@@ -61,6 +71,18 @@ def interleaved_plan(**changes):
     return small_pipeline_plan(**{"stages": tuple(stages), **fields, **times, "tried": (), **changes})
 
 
+def test_a_plan_shows_the_gradients_of_weights_that_are_computed_apart():
+    """With the times of above, 1 ms of the backward operation for the weights, ZB-V waits 1 ms for the first one."""
+    whole = interleaved_plan()
+    folded = [replace(s, backward_s=1e-3, weights_s=1e-3, devices=whole.stages[d].devices, in_flight=k) for s, d, k in
+              zip(whole.stages, (0, 1, 1, 0), (4, 3, 2, 1), strict=True)]  # fmt: skip
+    plan = interleaved_plan(schedule="zb-v", stages=tuple(folded), step_s=27e-3, bubble=1 / 25)
+    assert from_json(to_json(plan), "plan", diffshard.PipelinePlan) == plan
+    assert "weights" in str(plan)
+    assert re.search(r"stage +forward +backward +weights +send on", str(plan))
+    assert len(re.findall("title=.gradients of weights of micro-batch", plan.html())) == 4 * 4
+
+
 def test_a_page_has_a_row_for_each_device_with_all_of_its_stages():
     page = interleaved_plan().html()
     titles = re.findall("<div class=title>(.*?) <span class=dim>(.*?)</span>", page)
@@ -76,6 +98,10 @@ def test_a_page_has_a_row_for_each_device_with_all_of_its_stages():
     ("changes", "message"),
     [
         ({"stages_per_device": 4}, r"`stages\[1\].devices` must be \(0, 1\) with 'interleaved'"),
+        (
+            {"stages": (*interleaved_plan().stages[:3], replace(interleaved_plan().stages[3], weights_s=1e-3))},
+            "weights_s",
+        ),
         ({"schedule": "1f1b"}, "`stages_per_device` must be 1 with '1f1b', not 2"),
         ({"num_microbatches": 5}, "`num_microbatches` must be a multiple of the 2 devices"),
         ({"stages": interleaved_plan().stages[:2] + interleaved_plan().stages[:1:-1]}, "must begin with layer 2"),
@@ -90,6 +116,13 @@ def test_a_damaged_plan_is_refused(changes, message):
         from_json(to_json(interleaved_plan(**changes)), "plan", diffshard.PipelinePlan)
 
 
+def test_a_cluster_without_equal_parts_is_refused():
+    cluster = diffshard.Cluster.from_devices(jax.devices()[:1], hardware="h100")
+    pipeline = diffshard.Pipeline(microbatches=4, schedules=("interleaved", "zb-v"))
+    with pytest.raises(ValueError, match=r"need equal parts of the cluster .* 1 devices and 7 layers"):
+        diffshard.search(train_step, cluster, pipeline=pipeline).plan(*arguments())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -97,6 +130,8 @@ def test_a_damaged_plan_is_refused(changes, message):
         ({"stages_per_device": ()}, "`Pipeline.stages_per_device` must be whole numbers, 2 or more"),
         ({"max_stages": 3}, "`Pipeline.max_stages` must be 4 or more with the schedule 'interleaved'"),
         ({"microbatches": (1, 5)}, "`Pipeline.microbatches` must have a multiple of 2 to 4 devices"),
+        ({"schedules": ("zb-h1",), "residuals": ("keep", "offload")}, "`Pipeline.residuals` must not have 'offload'"),
+        ({"schedules": ("zb-v",), "max_stages": 3}, "`Pipeline.max_stages` must be 4 or more with the schedule 'zb-v'"),
         ({"max_replicas": 2}, "`Pipeline.max_replicas` must be 1 with the schedule 'interleaved'"),
     ],
 )

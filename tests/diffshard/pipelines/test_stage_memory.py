@@ -8,12 +8,15 @@ import pytest
 
 from cost.pipeline_schedules import graph_of, in_flight
 from diffshard.checks.targets import gpu_mesh
+from diffshard.pipelines.copies import bytes_each
+from diffshard.pipelines.split_memory import split_bytes
 from diffshard.pipelines.stage_calls import StageCalls
 from diffshard.pipelines.stage_memory import stage_memory
+from search_spaces.pipelines.stage_labels import Label
 from tests.diffshard.pipelines.small_pipeline import arguments, by_example, small_execution, train_step
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
 def test_arrays_between_programs_are_those_that_live_when_the_step_runs(schedule):
     counts, num_microbatches = (4, 2), 4
     num_state = len(jax.tree.leaves(arguments()[0]))
@@ -44,6 +47,23 @@ def test_arrays_between_programs_are_those_that_live_when_the_step_runs(schedule
         assert live[stage] == pytest.approx(between, rel=0.1)
         assert memory.sum_bytes > 0
         assert max(p.argument_bytes for p in memory.programs.values()) <= between * 1.1
+
+
+def test_what_waits_for_the_gradients_of_weights_is_counted():
+    """Between programs a stage has as much for its micro-batches as sizing with the code that runs them finds."""
+    execution, _ = small_execution(train_step, (4, 4), 4, "zb-h1", by_example)
+    calls, graph = execution.calls, execution.graph
+    staged = calls.staged
+    for stage, memory in enumerate(stage_memory(calls, graph)):
+        programs = [staged.programs.get(Label(kind, stage)) for kind in ("backward", "weights")]
+        read = {key for program in programs if program is not None for key in program.reads}
+        residuals = [k for k in read if k in staged.makers and staged.makers[k].kind == "forward"]
+        kept = sum(
+            bytes_each(staged.avals[k].shape, staged.avals[k].dtype, calls.sharding(stage, k)) for k in residuals
+        )
+        found = in_flight(graph)[stage] * kept + split_bytes(staged, stage, graph, calls.sharding)
+        assert found == pytest.approx(memory.microbatch_bytes, rel=0.05)
+        assert abs(found - in_flight(graph)[stage] * kept) > 0.01 * found  # residuals alone are another number
 
 
 def test_micro_batches_take_memory_by_those_in_flight():

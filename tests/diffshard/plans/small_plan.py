@@ -3,7 +3,8 @@
 import math
 
 from cost.base import Hardware, Link
-from diffshard.plans.base import HeldTensor, MemoryProfile, Operation, PredictedCollective, Tensor
+from diffshard.plans.base import Operation, PredictedCollective, Tensor
+from diffshard.plans.sections import HeldTensor, MemoryProfile
 from diffshard.sharding_search.plan import Plan
 
 DATA, MODEL = ("data",), ("model",)

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from diffshard.plans.base import MemoryProfile
 from diffshard.plans.consistency import check_plan
+from diffshard.plans.sections import MemoryProfile
 from diffshard.plans.timeline import PredictedTimeline, PredictedWait
 from tests.diffshard.plans.small_plan import MEMORY, small_plan
 

@@ -210,3 +210,55 @@ def test_kept_codes_are_measured():
     assert "nothing" not in {trial.name for trial in plan.formats.trials}  # it does not fit
     (group,) = plan.formats.groups
     assert group.num_rounded > 0
+
+
+def scanned_step(params, batch):
+    def loss_of(params):
+        def layer(x, weights):
+            return x + jnp.tanh(x @ weights), None
+
+        return jnp.mean((jax.lax.scan(layer, batch["x"], params)[0] - batch["y"]) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(params)
+    return params - 0.1 * gradients, loss
+
+
+def scanned_arguments(rows=256, layers=6):
+    params, batch = deep_arguments(rows)
+    return jnp.stack(list(params.values())[:layers]), batch
+
+
+def test_scanned_layers_keep_codes_where_the_memory_asks_for_it(tmp_path):
+    mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
+    args = scanned_arguments()
+
+    def search_with(limit_bytes, kept=("int8",)):
+        formats = diffshard.formats.Formats(1.0, products=(), kept=kept, increases={KEPT: 0.1}) if kept else None
+        return diffshard.search(
+            scanned_step, mesh, hardware="h100", formats=formats, memory_limit_bytes=limit_bytes, donate_argnums=0
+        )
+
+    free = search_with(1e9).plan(*args)
+    limit = 0.8 * free.peak_bytes
+    with pytest.raises(diffshard.InfeasibleError):
+        search_with(limit, kept=()).plan(*args)
+    step = search_with(limit)
+    plan = step.plan(*args)
+    assert plan.peak_bytes <= limit
+    stacked = [operation for operation in plan.operations if operation.kept_in]
+    assert stacked
+    assert {operation.kind for operation in stacked} == {"stack"}
+    assert plan.formats is not None
+    assert plan.formats.loss_increase == pytest.approx(0.1 * len(stacked) / plan.formats.groups[0].count)
+    exact, exact_loss = scanned_step(*args)
+    params, loss = step(*plan.shard(*args))
+    assert loss == pytest.approx(float(exact_loss), rel=1e-6)
+    assert 0 < np.abs(params - exact).max() < 0.01
+    plan.save(tmp_path / "plan.json")
+    loaded = diffshard.Plan.load(tmp_path / "plan.json", mesh)
+    assert loaded == plan
+    np.testing.assert_array_equal(loaded.apply(scanned_step)(*plan.shard(*scanned_arguments()))[0], params)
+    temporary = [
+        compiled.lower(*args).compile().memory_analysis().temp_size_in_bytes for compiled in (search_with(1e9), step)
+    ]
+    assert temporary[1] < temporary[0]

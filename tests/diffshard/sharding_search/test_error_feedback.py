@@ -1,5 +1,6 @@
 """Sums with error feedback in a search: measured, carried by the step, saved, and restored on other devices."""
 
+import dataclasses
 import warnings
 
 import jax
@@ -10,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import diffshard
+from diffshard.plans.consistency import check_plan
 from diffshard.sharding_search.call import array_types
 from diffshard.sharding_search.format_losses import MeasuredLosses
 from diffshard.sharding_search.number_formats import all_groups
@@ -77,6 +79,8 @@ def test_the_step_carries_residuals_and_a_loop_is_the_same_with_and_without(plan
     plan.save(tmp_path / "plan.json")
     loaded = diffshard.Plan.load(tmp_path / "plan.json", mesh_of())
     assert loaded == plan
+    with pytest.raises(ValueError, match="`residuals` must be of the 2 operations"):
+        check_plan(dataclasses.replace(plan, residuals=plan.residuals[1:]))
     applied = loaded.apply(train_step)
     for first, second in zip(jax.tree.leaves(after), jax.tree.leaves(applied(state, args[1])[0]), strict=True):
         np.testing.assert_array_equal(first, second)
@@ -122,7 +126,7 @@ def test_residuals_go_to_plans_of_other_meshes(planned):
         assert isinstance(exact.shard(state), dict)
 
 
-def test_one_device_measures_the_losses_of_the_program_and_feedback_is_worth_something(planned):
+def test_one_device_measures_the_losses_of_the_program(planned):
     args, steps = arguments(), 6
     options = Options(fn=train_step, mesh=mesh_of(), hardware=slow_links(mesh_of()), memory_limit_bytes=1e12)
     traced = trace_function(options, args)
@@ -151,6 +155,22 @@ def test_a_search_with_several_formats_takes_what_the_limit_allows():
     measured = search(limit=5.0, products=(), sums=["int4", INT4], calls=calls, steps=4, rounds=0).plan(*arguments())
     assert measured.formats is not None
     assert GRADIENTS in {trial.name for trial in measured.formats.trials} | {"round 1"}
+
+
+def test_residuals_go_with_the_largest_argument_wherever_it_is_returned():
+    def step(number, params, batch):
+        after, loss = train_step(params, batch)
+        return loss, (number + 1, [after])
+
+    mesh = mesh_of()
+    shardings = NamedSharding(mesh, P()), NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    formats = diffshard.formats.Formats(1.0, **FORMATS)
+    planned_step = diffshard.search(step, mesh, hardware=slow_links(mesh), formats=formats, in_shardings=shardings)
+    loss, (number, [after]) = planned_step(jnp.zeros((), jnp.int32), *arguments())
+    assert number == 1
+    assert isinstance(after, diffshard.formats.Carried)
+    assert isinstance(planned_step.plan(number, after.state, arguments()[1]).out_shardings[1][1][0], type(after))
+    assert planned_step(number, after, arguments(1)[1])[0] != loss
 
 
 def test_what_error_feedback_does_not_go_with():

@@ -64,21 +64,38 @@ def test_half_way_the_slope_of_a_square_is_the_difference_of_its_ends():
     assert abs(at_exact[0, 0]) < 0.01 * added
 
 
-def test_regression_over_random_groups_finds_what_adds_up():
-    losses = losses_of(diffshard.formats.Formats(1.0, calls=calls_of(3, 4), steps=4, factor=1.0))
+def test_gradients_price_what_a_search_chooses():
+    calls = [({"head": params["head"]}, batch) for params, batch in calls_of(3, 8)]
+    formats = diffshard.formats.Formats(1.0, calls=calls, steps=4, increases_by="gradients")
+    losses = losses_of(formats, unrolled_step)
     groups = list(losses.groups.values())
-    numbers = {vertex.index: 0.5 + n for n, group in enumerate(groups) for vertex in group.vertices}
+    assert losses.increases_at(frozenset(), groups) == losses.increases_by_gradients(frozenset(), groups)
+    plan = search(mesh_of(1), 1.0, unrolled_step, calls=calls, steps=4, increases_by="gradients", rounds=0)
+    found = plan.plan(*calls[0]).formats
+    assert found is not None
+    named = dict(zip(losses.groups, losses.increases_at(frozenset(), groups), strict=True))
+    assert found.increases == pytest.approx({name: named[name] for name in found.increases})
 
-    def run(state, calls, products):
-        return {}, np.full(len(calls), 2.0 + sum(numbers[vertex] for vertex in {min(p) for p in split(products)}))
 
-    def split(products):
-        members = {vertex for vertex, _ in products}
-        return [[v.index for v in g.vertices] for g in groups if {v.index for v in g.vertices} & members]
+def test_slopes_that_are_not_finite_forbid_the_group():
+    calls = [({"head": params["head"]}, (batch[0].at[0].set(jnp.inf), batch[1])) for params, batch in calls_of(3, 2)]
+    losses = losses_of(diffshard.formats.Formats(1.0, calls=calls, steps=2, increases_by="gradients"), masked_step)
+    groups = list(losses.groups.values())
+    assert np.inf in losses.increases_at(frozenset(), groups)
 
-    losses.run = run
-    found = losses.increases_by_regression(frozenset(), groups)
-    np.testing.assert_allclose(found, [0.5 + n for n in range(len(groups))], rtol=1e-6)
+
+def looping_step(params, batch):
+    """Counts in a loop whose length is not known, which JAX does not differentiate backward."""
+    params, loss = unrolled_step(params, batch)
+    doubled = jax.lax.while_loop(lambda x: jnp.max(x) < 1, lambda x: 2 * x, jnp.abs(params["head"]) + 0.6)
+    return {"head": params["head"] + 1e-3 * doubled}, loss
+
+
+def test_what_cannot_be_differentiated_again_is_an_error_that_names_the_other_way():
+    calls = [({"head": params["head"]}, batch) for params, batch in calls_of(3, 2)]
+    losses = losses_of(diffshard.formats.Formats(1.0, calls=calls, steps=2, increases_by="gradients"), looping_step)
+    with pytest.raises(ValueError, match=r'increases_by` = "gradients" needs. Take "looks"'):
+        losses.increases_at(frozenset(), list(losses.groups.values()))
 
 
 def masked_step(params, batch):

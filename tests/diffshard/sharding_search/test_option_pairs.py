@@ -265,3 +265,31 @@ def test_a_training_of_modules_goes_on_from_its_checkpoint(tmp_path):
     expected = [float(nnx.jit(nnx_step)(model, optimizer, batch * (number + 1))) for number in range(4)]
     assert jnp.allclose(jnp.array(losses), jnp.array(expected), rtol=1e-5)
     assert int(modules[1].step[...]) == 4
+
+
+def test_tables_go_with_what_keeps_their_mesh_and_the_whole_batch():
+    tables = [diffshard.tables.EmbeddingTable("words", rows=64, dimension=16, pooling_factor=2)]
+    table_plan = diffshard.tables.shard_tables(tables, mesh(), hardware="h100", batch_size=16, solver="greedy")
+
+    def with_lookup(weights, rows, batch):
+        def loss(weights, pooled):
+            return jnp.mean((jnp.tanh((batch["x"] + pooled["words"]) @ weights[0]) @ weights[1]) ** 2)
+
+        pooled = table_plan.lookup(rows, batch["ids"])
+        value, gradients = jax.value_and_grad(loss)(weights, pooled)
+        return [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)], value
+
+    ids = {"words": jnp.zeros((16, 2), int)}
+    args = SHAPES[0], table_plan.init(jax.random.key(0)), {"x": jax.ShapeDtypeStruct((16, 16), "float32"), "ids": ids}
+    for options in ({}, {"remat": "search"}, {"objective": lambda step: step.seconds}):
+        assert diffshard.search(with_lookup, mesh(), hardware="h100", **options).plan(*args).step_s > 0
+    with pytest.raises(ValueError, match=r"A shard_map .* lookup of tables .* give `mesh`, not `devices`"):
+        diffshard.search(with_lookup, devices=8, hardware="h100").plan(*args)
+    parts = diffshard.pipelines.in_microbatches(with_lookup, 2, batch_argnums=2)
+    pipeline = dataclasses.replace(PIPELINE, batch_argnums=2)
+    for step in (
+        diffshard.search(parts, mesh(), hardware="h100"),
+        diffshard.search(with_lookup, devices=8, hardware="h100", pipeline=pipeline),
+    ):
+        with pytest.raises(ValueError, match=r"shard_map .* has no sharding rule"):
+            step.plan(*args)

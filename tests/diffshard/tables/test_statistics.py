@@ -174,9 +174,9 @@ def test_an_order_is_as_long_as_the_last_cut_needs():
 )
 def test_statistics_that_do_not_fit_are_refused(options, message):
     measured = {"items": TableStatistics.measure(zipf_ids(1, 20))}
-    options: Any = {"statistics": measured, **options}
+    given: Any = {"statistics": measured, **options}
     with pytest.raises((TypeError, ValueError), match=message):
-        shard_tables([TABLE], AbstractMesh((2,), ("devices",)), hardware="a100", **options)
+        shard_tables([TABLE], AbstractMesh((2,), ("devices",)), hardware="a100", **given)
 
 
 def test_search_plans_a_step_around_tables_with_an_order():

@@ -160,6 +160,29 @@ def without_faulty_replicas(weights, batch):
     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss, report.kept
 
 
+def balanced_routing(weights, x):
+    """Gradients of examples read means over the batch, as those of the balancing loss of a switch layer."""
+
+    def loss_fn(weights):
+        scores = jax.nn.softmax(x @ weights["up"])
+        chosen = jax.nn.one_hot(scores.argmax(-1), 20)
+        return jnp.sum(chosen.mean((0, 1)) * scores.mean((0, 1))) + jnp.mean(scores @ weights["down"]) ** 2
+
+    return jax.value_and_grad(loss_fn)(weights)
+
+
+def gradient_penalty(weights, x):
+    """Gradients of examples read a sum that is itself made of gradients that read a mean."""
+
+    def loss_fn(weights):
+        return jnp.mean(jnp.tanh(x @ weights["up"]) @ weights["down"]) ** 2
+
+    def penalty(weights):
+        return sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(loss_fn)(weights)))
+
+    return jax.value_and_grad(penalty)(weights)
+
+
 def normed_input(weights, x):
     return ((x - x.mean(0)) / x.std(0)) @ weights["up"]
 
@@ -210,6 +233,8 @@ FUNCTIONS = {
         (WEIGHTS, (jnp.concatenate([X, 2 * X]), jnp.tile(LABELS, (2, 1)))),
     ),
     "means of groups": (lambda weights, x: jnp.sin(x.reshape(1, 8, 6, 12)).mean(1) @ weights["up"], (WEIGHTS, X)),
+    "balanced routing": (balanced_routing, (WEIGHTS, X)),
+    "gradient penalty": (gradient_penalty, (WEIGHTS, X)),
     "counted loop": (counted_loop, (WEIGHTS, X)),
     "carried key": (carried_key, (WEIGHTS, X)),
     "balanced experts": (balanced_experts, (jnp.stack([jnp.eye(12)] * 3), X)),

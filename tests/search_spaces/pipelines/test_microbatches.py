@@ -96,3 +96,15 @@ def test_wrong_arguments_are_named():
         diffshard.pipelines.in_microbatches(numbered, 2, batch_argnums=(1, 2))(WEIGHTS, X)
     with pytest.raises(ValueError, match="must name arguments with arrays that have a leading dimension"):
         diffshard.pipelines.in_microbatches(lambda x, key: x, 2)(X, KEY)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_scans"), [("training step", 1), ("balanced routing", 2), ("gradient penalty", 4)]
+)
+def test_sums_that_gradients_read_are_made_before_and_nothing_else(name, num_scans):
+    """A scan for each level of such sums, each with fewer products than the one after it."""
+    fn, args = FUNCTIONS[name]
+    jaxpr = jax.make_jaxpr(diffshard.pipelines.in_microbatches(fn, 2))(*args)
+    scans = [str(equation).count("dot_general[") for equation in jaxpr.eqns if equation.primitive.name == "scan"]
+    assert len(scans) == num_scans
+    assert scans == sorted(set(scans))

@@ -147,3 +147,117 @@ def test_the_memory_and_the_seconds_of_kept_codes_by_hand():
     assert held(coded, residual.first_late) - held(exact, residual.first_late) == pytest.approx(num_bytes / 4)
     assert free.layout(coded).coded == {key}
     assert free.late_reads(free.layout(exact)) == LateReads()
+
+
+LAYERS = 3
+
+
+def scanned_step(weights, x):
+    def loss_of(weights):
+        return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)[0] ** 2)
+
+    loss, gradient = jax.value_and_grad(loss_of)(weights)
+    return weights - 0.1 * gradient, loss
+
+
+def scanned_arguments():
+    keys = jax.random.split(jax.random.key(3))
+    return jax.random.normal(keys[0], (LAYERS, WIDTH, WIDTH)) / 4, jax.random.normal(keys[1], (ROWS, WIDTH))
+
+
+def scanned_by_hand(weights, x, name):
+    """Returns the new weights where the backward pass has each layer's input, tanh and 1 - tanh as codes."""
+    inputs = [x]
+    for w in weights:
+        inputs.append(jnp.tanh(inputs[-1] @ w))
+    cotangent, gradients = 2 * inputs[-1] / inputs[-1].size, []
+    for w, before, after in reversed(list(zip(weights, inputs, inputs[1:], strict=False))):
+        one_less = rounded(1 - after, name)
+        of_product = cotangent * one_less + cotangent * one_less * rounded(after, name)
+        gradients.append(rounded(before, name).T @ of_product)
+        cotangent = of_product @ w.T
+    return weights - 0.1 * jnp.stack(gradients[::-1])
+
+
+def test_a_loop_stacks_codes_and_another_reads_them():
+    args = scanned_arguments()
+    space, mesh = space_for(scanned_step, args)
+    residuals = list(space.residuals.of_value.values())
+    stacks = [space.graph.vertices[r.value.vertex] for r in residuals]
+    assert [stack.kind for stack in stacks] == ["stack"] * 3
+    layout = space.layout([0] * len(space.nodes))
+    kept = KeptInCodes(["int8"], space.residuals.late_reads({r.value.id: "" for r in residuals}))
+    mixed = jax.jit(MixedProducts(space.graph, layout, {v.index: i for i, v in enumerate(stacks)}, [], kept=kept))
+    for is_on in (True, False):
+        keys = [Coded(stack.index, "int8", "kept") for stack in stacks] if is_on else []
+        program = jax.jit(space.device_program(layout.with_formats(keys), mesh))
+        expected = scanned_by_hand(*args, "int8") if is_on else scanned_step(*args)[0]
+        new, loss = program(*args)
+        np.testing.assert_allclose(new, expected, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(loss, scanned_step(*args)[1], rtol=1e-6)
+        measured, _ = mixed(np.full((3, 1), float(is_on), np.float32), {}, *args)
+        np.testing.assert_allclose(measured[0], expected, rtol=1e-4, atol=1e-6)
+        has_codes = f"s8[{LAYERS},{ROWS},1,{WIDTH}]" in program.lower(*args).compile().as_text()
+        assert has_codes == is_on
+    assert not np.allclose(scanned_by_hand(*args, "int8"), scanned_step(*args)[0], rtol=1e-4, atol=1e-6)
+
+
+def test_a_stack_that_is_split_otherwise_by_its_reader_is_decoded_before():
+    args = scanned_arguments()
+    space, mesh = space_for(scanned_step, args)
+    stacks = [space.graph.vertices[r.value.vertex] for r in space.residuals.of_value.values()]
+    layout = space.layout([0] * len(space.nodes)).with_formats([Coded(s.index, "int8", "kept") for s in stacks])
+    strategies = list(layout.strategies)
+    for stack in stacks:
+        ((reader, _),) = space.graph.consumers()[stack.results[0].id]
+        split = next(s for s in space.nodes[reader.index].strategies if s.operands[0] == ((), (0,), ()))
+        strategies[reader.index] = split._replace(reductions=((),), results=split.unreduced)
+    specs = list(layout.value_specs)
+    for vertex, strategy in zip(space.graph.vertices, strategies, strict=True):
+        for value, spec in zip(vertex.results, strategy.results, strict=True):
+            specs[value.id] = spec
+    layout = layout._replace(strategies=tuple(strategies), value_specs=tuple(specs))
+    new = jax.jit(space.device_program(layout, mesh))(*args)[0]
+    np.testing.assert_allclose(new, scanned_by_hand(*args, "int8"), rtol=1e-4, atol=1e-6)
+
+
+def test_the_memory_and_the_seconds_of_a_stack_of_codes_by_hand():
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4, 64, 64), (256, 64))]
+    space, _ = space_for(scanned_step, tuple(shapes), num_devices=2)
+    (residual, *_) = space.residuals.of_value.values()
+    key = Coded(residual.value.vertex, "int8", "kept")
+    free = space.with_formats({key: 0.25})
+    node, vertex = free.node_of(key), free.graph.vertices[key.vertex]
+    numbers, (exact, *_) = free.strategy_numbers(node), free.nodes[node].strategies
+    own, coded = numbers[exact], numbers[exact._replace(kept_in="int8")]
+    whole = 4 * 256 * 64 * 4
+    (usage,) = (u for n, u in zip(free.usages.node, free.usages.num_bytes, strict=True) if n == node)
+    assert (usage[own], usage[coded]) == (whole, whole / 4)
+    hardware = free.hardware
+    added_s = free.problem.node_cost[node][coded] - free.problem.node_cost[node][own]
+    bytes_s = 2 * whole * 1.25 / hardware.reached_memory_bytes_per_s  # written and read once each, in four trips
+    assert added_s == pytest.approx(0.25 + bytes_s + 4 * 2 * hardware.kernel_launch_s)
+    choice = np.zeros(len(free.nodes), int)
+    choice[node] = coded
+    predicted = free.predict(choice)
+    seconds = predicted.compute_s.sum() + sum(t.seconds for t in predicted.transfers) + predicted.preference_s.sum()
+    assert evaluate(free.problem, choice).cost == pytest.approx(seconds + 0.25)
+    steps = free.program_steps(free.layout(choice))
+    of_stack = [s.seconds for s, o in zip(steps.steps, steps.origins, strict=True) if o.vertex == vertex.index]
+    assert sum(of_stack) == pytest.approx(free.node_costs.compute_s(vertex, [exact])[0] + added_s - 0.25)
+
+
+def test_a_stack_that_is_a_result_or_read_by_the_forward_pass_stays():
+    def step(weights, x):
+        def loss_of(weights):
+            states = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), jnp.sin(h)), x, weights)[1]
+            return jnp.mean(states**2), states
+
+        (_, states), gradient = jax.value_and_grad(loss_of, has_aux=True)(weights)
+        return weights - 0.1 * gradient, states
+
+    space, _ = space_for(step, scanned_arguments())
+    kept = {r.value.id for r in space.residuals.of_value.values()}
+    outputs = {output.id for output in space.graph.outputs}
+    assert kept
+    assert not kept & outputs

@@ -39,3 +39,22 @@ def test_a_product_in_a_loop_computes_and_reduces_in_every_trip():
     assert once[summed, ("all_reduce",)] == pytest.approx(8**3 / 1e9 + 64 * 4 * 1e-9)
     for key, seconds in once.items():
         assert often[key] == pytest.approx(3 * seconds)
+
+
+@pytest.mark.parametrize("donated", [(), (0, 1, 2)])
+def test_a_chosen_strategy_computes_as_long_as_among_all_of_its_vertex(donated):
+    """Seconds are kept for equal vertices together; what is read and written tells apart those that look equal."""
+
+    def step(weights, x):
+        gradients = jax.grad(lambda weights: sum(jnp.sin(jnp.tanh(x @ w) @ w).sum() for w in weights))(weights)
+        return [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)]
+
+    space = space_of(step, [array(8, 8)] * 3, array(8, 8), donated=donated)
+    times = set()
+    for vertex in space.graph.vertices:
+        strategies = space.nodes[vertex.index].strategies
+        seconds = space.node_costs.compute_s(vertex, strategies)
+        chosen = [space.node_costs.chosen_compute_s(vertex, strategy) for strategy in strategies]
+        assert chosen == pytest.approx(seconds.tolist(), rel=1e-12)
+        times.update(chosen)
+    assert len(times) > 4

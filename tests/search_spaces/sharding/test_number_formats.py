@@ -10,12 +10,14 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import diffshard
+from cost.evaluation import evaluate
 from diffshard.sharding_search.layout import layout_of
 from diffshard.sharding_search.number_formats import groups_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import space_of, trace_function
 from search_spaces.sharding import interpreter, resharding, scheduling
 from search_spaces.sharding.edge_costs import edge_transfer_s
+from search_spaces.sharding.format_gains import gains_s, in_formats, in_own_formats
 from search_spaces.sharding.number_formats import MixedProducts
 from search_spaces.sharding.number_formats import rounded as round_block
 from search_spaces.sharding.product_formats import FORMATS, is_backward, takes, takes_formats
@@ -158,6 +160,26 @@ def layers_step(params, batch):
 
     loss, gradients = jax.value_and_grad(loss_of)(params)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
+
+
+def test_what_a_product_gains_is_the_difference_of_two_choices_of_the_problem():
+    """Equal layers, whose neighbours' choices differ: what is priced once must not be taken for another."""
+    weights, x = (
+        [jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)] * 3,
+        jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16),
+    )
+    space, _ = space_for(layers_step, weights, x)
+    space = space.with_formats({(v.index, "float8"): 1e-5 * i for i, v in enumerate(products_of(space))})
+    generator = np.random.default_rng(0)
+    for _ in range(3):
+        choice = [int(generator.integers(len(node.strategies))) for node in space.nodes]
+        choice, gains = in_own_formats(space, choice), gains_s(space, choice)
+        assert len(gains) == 8  # three forward, three of weights, two of activations
+        for key, gain_s in gains.items():
+            changed_s = evaluate(space.problem, in_formats(space, choice, [key])).cost
+            saved_s = evaluate(space.problem, choice).cost - changed_s + space.format_price_s[key]
+            assert gain_s == pytest.approx(saved_s, rel=1e-9, abs=1e-12)
+    assert len(set(gains.values())) > 4
 
 
 def test_weights_are_gathered_as_codes_with_the_same_numbers(monkeypatch):

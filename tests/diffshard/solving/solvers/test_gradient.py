@@ -10,7 +10,7 @@ import pytest
 from cost.base import Problem
 from cost.evaluation import evaluate
 from diffshard.solving.phases.base import Phase
-from diffshard.solving.phases.improving import Annealing, Branches, Neighbourhoods, Walks
+from diffshard.solving.phases.improving import Annealing, Branches, Neighbourhoods, TemperedChains
 from diffshard.solving.phases.starts import DualClimb, DualStarts, QuotientStart
 from diffshard.solving.presolve.base import identity
 from diffshard.solving.presolve.pipeline import presolve
@@ -27,7 +27,7 @@ def _short_phases(problem: Problem) -> tuple[Phase, ...]:
         Annealing: {"num_moves": 20},
         Neighbourhoods: {"num_rounds": 5},
         Branches: {"num_branches": 100},
-        Walks: {"steps_per_node": 5 if len(problem.load) else 1},
+        TemperedChains: {"steps_per_node": 5 if len(problem.load) else 1},
     }
     return edited_phases(problem, functools.partial(with_settings, settings=settings))
 

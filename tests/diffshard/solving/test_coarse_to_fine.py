@@ -9,10 +9,10 @@ import pytest
 from cost.base import Problem, num_strategies
 from cost.evaluation import Evaluator, evaluate
 from diffshard.base import Proposal
+from diffshard.solving.coarse_to_fine import TIE_GAP, LazyMemoryLimit
 from diffshard.solving.presolve.base import identity
 from diffshard.solving.quotient import merge_classes
 from diffshard.solving.solve import solve
-from diffshard.solving.stages import TIE_GAP, LimitedTimes
 from tests.diffshard.solving.random_problems import optimum, small_problem
 
 MOST_CHOICES = 30_000  # that brute force looks at
@@ -95,7 +95,7 @@ def test_a_limited_problem_uses_at_its_times_what_the_whole_does():
     rng = np.random.default_rng(0)
     for seed in range(20):
         problem, _ = repeated(seed, 3, 0.3)
-        whole, times = Evaluator(problem), LimitedTimes(problem)
+        whole, times = Evaluator(problem), LazyMemoryLimit(problem)
         assert np.isinf(times.relaxation(problem).memory_limit)
         choices = [rng.integers(num_strategies(problem)) for _ in range(20)]
         exceeded = [times.exceeded_by(choice) for choice in choices]
@@ -119,17 +119,17 @@ def test_a_run_of_exceeded_times_is_limited_at_its_peak():
         [np.zeros(1)] * 2, np.zeros((0, 2), int), [], usage_node=np.array([0, 1, 0, 1]),
         usage=[np.array([amount]) for amount in amounts], usage_interval=np.array(intervals), memory_limit=10.0,
     )  # fmt: skip
-    assert LimitedTimes(problem).exceeded_by(np.zeros(2, int)).tolist() == [3, 8]
+    assert LazyMemoryLimit(problem).exceeded_by(np.zeros(2, int)).tolist() == [3, 8]
 
 
 def test_all_times_are_limited_in_the_end():
     problem, _ = repeated(1, 3, 0.3)
-    times = LimitedTimes(problem)
+    times = LazyMemoryLimit(problem)
     for i in range(20):
         times.add(np.array([i]))
     assert times.all
     assert times.relaxation(problem) is problem
-    assert LimitedTimes(problem._replace(memory_limit=np.inf)).all
+    assert LazyMemoryLimit(problem._replace(memory_limit=np.inf)).all
 
 
 def test_a_limit_that_does_not_bind_changes_nothing():

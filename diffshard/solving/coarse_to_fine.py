@@ -1,4 +1,4 @@
-"""Problems of equal layers in stages: what is small and easy first, the whole only where it has something to gain.
+"""Problems of equal layers from coarse to fine: first what is small, the whole only where it has something to gain.
 
 1. The tied problem, in which alike nodes take equal strategies, is solved. It has the nodes of one layer instead of
    all; its choices are choices of the problem, and treat equal layers equally.
@@ -38,7 +38,7 @@ _MOST_ADDITIONS = 4
 """Additions of times after which all are limited; each one costs another presolve. Chosen by hand."""
 
 
-class LimitedTimes:
+class LazyMemoryLimit:
     """The times of a problem at which its relaxation keeps the memory limit; none to begin with.
 
     Attributes:
@@ -120,7 +120,7 @@ class _Run:
     key: jax.Array
     deadline: Deadline
     best: Best
-    times: LimitedTimes
+    times: LazyMemoryLimit
     stop_gap: float
     tied_choices: list[tuple[np.ndarray, float]] = field(default_factory=list)
 
@@ -136,7 +136,7 @@ class _Run:
         )
 
 
-def run_in_stages(
+def run_coarse_to_fine(
     problem: Problem,
     solver: Solver,
     alike: np.ndarray,
@@ -173,7 +173,7 @@ def run_in_stages(
     if best.offer_least():
         return best.solution("finished")
     deadline = Deadline(time_limit_s, start_s)
-    run = _Run(problem, solver, reduce, key, deadline, best, LimitedTimes(problem), stop_gap)
+    run = _Run(problem, solver, reduce, key, deadline, best, LazyMemoryLimit(problem), stop_gap)
     alike = np.unique(alike, return_inverse=True)[1].ravel()
     ties = [lambda: alike, lambda: _loosened(problem, alike)]
     if start is not None:

@@ -1,6 +1,6 @@
-"""Metropolis walks: a random change of one node is taken if it is cheaper, or else with a probability that falls.
+"""Metropolis chains: a random change of one node is taken if it is cheaper, or else with a probability that falls.
 
-Many replicas walk at once, because NumPy takes about as long for one step of 32 as for one of a single replica. Changes
+Many chains run at once, because NumPy takes about as long for one step of 32 as for one of a single chain. Changes
 are priced exactly.
 
 Source: Metropolis et al., "Equation of state calculations by fast computing machines" (1953).
@@ -23,8 +23,8 @@ _EXCESS_PENALTY = 0.1  # of the whole cost, for a limit's worth of memory in exc
 _MOST_TABLE_NUMBERS = 1 << 24  # 128 MiB in the table of what every strategy uses at every time; chosen by hand
 
 
-class Replicas:
-    """R choices that walk side by side.
+class Chains:
+    """R Markov chains of choices, side by side.
 
     Attributes:
       choice: `[R, V]`.
@@ -43,16 +43,16 @@ class Replicas:
         self._odd = False
         self._movable = np.flatnonzero(flat.sizes > 1)
         self._use = _dense_use(flat) if flat.base.size * int(flat.start[-1]) <= _MOST_TABLE_NUMBERS else None
-        replica = np.repeat(np.arange(count), len(flat.sizes))
+        chain = np.repeat(np.arange(count), len(flat.sizes))
         self._memory_in_use = (
-            memory_of_strategies(flat, position.ravel(), np.ones(position.size), replica, count) + flat.base
+            memory_of_strategies(flat, position.ravel(), np.ones(position.size), chain, count) + flat.base
         )
         self.excess = excess_in_limits(flat, self._memory_in_use).sum(axis=(1, 2))
         self.best, self.best_cost = None, np.inf
         self._keep(np.arange(count))
 
     def step(self, temperature: np.ndarray | float) -> None:
-        """Makes one Metropolis step of every replica, at a common temperature or `[R]`, in units of cost."""
+        """Makes one Metropolis step of every chain, at a common temperature or `[R]`, in units of cost."""
         if not len(self._movable):
             return
         flat, rng, rows = self.flat, self._rng, np.arange(len(self.choice))
@@ -84,12 +84,12 @@ class Replicas:
     def temper(self, temperatures: np.ndarray) -> None:
         """Lets neighbours in temperature `[R]` exchange places by chance: parallel tempering.
 
-        Replicas are kept in the order of their temperatures, which must not fall. Source: Syed et al., "Non-reversible
+        Chains are kept in the order of their temperatures, which must not fall. Source: Syed et al., "Non-reversible
         parallel tempering" (2022).
         """
         energy = self.cost + _EXCESS_PENALTY * np.abs(self.cost) * self.excess
         inverse = 1 / temperatures
-        self._odd = not self._odd  # in turn, not by chance: replicas then travel instead of diffusing
+        self._odd = not self._odd  # in turn, not by chance: chains then travel instead of diffusing
         lower = np.arange(int(self._odd), len(energy) - 1, 2)
         gain = (energy[lower] - energy[lower + 1]) * (inverse[lower] - inverse[lower + 1])
         lower = lower[np.log(self._rng.random(len(lower))) < gain]
@@ -102,17 +102,17 @@ class Replicas:
         flat = self.flat
         degree = flat.first[v + 1] - flat.first[v]
         edge = ragged_positions(flat.first[v], degree)
-        replica = np.repeat(np.arange(len(v)), degree)
+        chain = np.repeat(np.arange(len(v)), degree)
         target = flat.target[edge]
-        column = flat.matrix[edge] + self.choice[replica, target]
+        column = flat.matrix[edge] + self.choice[chain, target]
         width = flat.sizes[target]
-        difference = flat.entries[column + new[replica] * width] - flat.entries[column + old[replica] * width]
-        return np.bincount(replica, difference, len(v))
+        difference = flat.entries[column + new[chain] * width] - flat.entries[column + old[chain] * width]
+        return np.bincount(chain, difference, len(v))
 
     def _memory(
         self, rows: np.ndarray, v: np.ndarray, old: np.ndarray, new: np.ndarray
     ) -> tuple[np.ndarray | None, np.ndarray]:
-        """Returns `[n, T, D]` and `[n]`: memory in use and excess of some replicas after their change."""
+        """Returns `[n, T, D]` and `[n]`: memory in use and excess of some chains after their change."""
         flat = self.flat
         if not flat.base.size:
             return None, self.excess[rows]
@@ -126,8 +126,8 @@ class Replicas:
         memory += memory_of_strategies(flat, strategies, weight, np.tile(np.arange(count), 2), count)
         return memory, excess_in_limits(flat, memory).sum(axis=(1, 2))
 
-    def _keep(self, replicas: np.ndarray) -> None:
-        fits = replicas[self.excess[replicas] <= 0]
+    def _keep(self, chains: np.ndarray) -> None:
+        fits = chains[self.excess[chains] <= 0]
         if len(fits):
             least = int(fits[self.cost[fits].argmin()])
             if self.cost[least] < self.best_cost:

@@ -1,4 +1,4 @@
-"""Walks beside prices that are computed anew, and beside the distribution that Metropolis's rule has."""
+"""Chains beside prices that are computed anew, and beside the distribution that Metropolis's rule has."""
 
 import itertools
 
@@ -8,55 +8,55 @@ import pytest
 from cost.base import Problem
 from cost.evaluation import evaluate
 from diffshard.solving.flat import flatten, with_ceiling
-from diffshard.solving.moves import replicas as replicas_module
-from diffshard.solving.moves.replicas import Replicas
+from diffshard.solving.moves import chains as chains_module
+from diffshard.solving.moves.chains import Chains
 from tests.diffshard.solving.random_problems import EMPTY, KINDS, small_problem
 
 
 def walkers(problem, count=6, seed=0):
-    """Replicas of a problem at random choices."""
+    """Chains of a problem at random choices."""
     rng = np.random.default_rng(seed)
     sizes = [len(cost) for cost in problem.node_cost]
-    return Replicas(with_ceiling(flatten(problem)), rng, np.stack([rng.integers(sizes) for _ in range(count)]))
+    return Chains(with_ceiling(flatten(problem)), rng, np.stack([rng.integers(sizes) for _ in range(count)]))
 
 
 @pytest.mark.parametrize("with_table", [True, False])
 @pytest.mark.parametrize("kind", ["plain", "memory", "loads", "all"])
 def test_what_is_kept_up_to_date_is_what_is_computed_anew(kind, with_table, monkeypatch):
     if not with_table:
-        monkeypatch.setattr(replicas_module, "_MOST_TABLE_NUMBERS", 0)
+        monkeypatch.setattr(chains_module, "_MOST_TABLE_NUMBERS", 0)
     for seed in range(8):
         problem = small_problem(seed, **KINDS[kind])
-        walk, seen = walkers(problem, seed=seed), []
+        chain, seen = walkers(problem, seed=seed), []
         for i in range(40):
-            seen += [evaluate(problem, choice) for choice in walk.choice.tolist()]
-            walk.step(8.0 * (1 - i / 40))
+            seen += [evaluate(problem, choice) for choice in chain.choice.tolist()]
+            chain.step(8.0 * (1 - i / 40))
             if i % 10 == 9:
-                walk.temper(np.linspace(1.0, 5.0, len(walk.choice)))
-        seen += [evaluate(problem, choice) for choice in walk.choice.tolist()]
-        anew = Replicas(walk.flat, np.random.default_rng(0), walk.choice)
+                chain.temper(np.linspace(1.0, 5.0, len(chain.choice)))
+        seen += [evaluate(problem, choice) for choice in chain.choice.tolist()]
+        anew = Chains(chain.flat, np.random.default_rng(0), chain.choice)
         for name in ("cost", "excess", "load"):
-            np.testing.assert_allclose(getattr(walk, name), getattr(anew, name), atol=1e-9, err_msg=f"{name}, {seed}")
-        for choice, cost, excess in zip(walk.choice.tolist(), walk.cost, walk.excess, strict=True):
+            np.testing.assert_allclose(getattr(chain, name), getattr(anew, name), atol=1e-9, err_msg=f"{name}, {seed}")
+        for choice, cost, excess in zip(chain.choice.tolist(), chain.cost, chain.excess, strict=True):
             found = evaluate(problem, choice)
             assert (excess <= 1e-12) == found.feasible or not np.isfinite(found.cost)
             assert not np.isfinite(found.cost) or cost == pytest.approx(found.cost)
         least = min((found.cost for found in seen if found.feasible), default=np.inf)
-        assert walk.best_cost == pytest.approx(least) or not np.isfinite(least)
+        assert chain.best_cost == pytest.approx(least) or not np.isfinite(least)
         if np.isfinite(least):
-            assert walk.best is not None
-            assert evaluate(problem, walk.best.tolist()).cost == pytest.approx(walk.best_cost)
+            assert chain.best is not None
+            assert evaluate(problem, chain.best.tolist()).cost == pytest.approx(chain.best_cost)
 
 
 def test_every_step_offers_another_strategy_of_one_node_and_all_are_as_likely():
     problem = Problem([np.zeros(3), np.zeros(1), np.zeros(4)], EMPTY, [])
-    walk, counts = walkers(problem, count=500), np.zeros((3, 4, 4))
+    chain, counts = walkers(problem, count=500), np.zeros((3, 4, 4))
     for _ in range(20):
-        before = walk.choice.copy()
-        walk.step(1.0)  # nothing costs anything, so that everything is accepted
-        assert ((before != walk.choice).sum(axis=1) == 1).all()
-        rows, nodes = np.nonzero(before != walk.choice)
-        np.add.at(counts, (nodes, before[rows, nodes], walk.choice[rows, nodes]), 1)
+        before = chain.choice.copy()
+        chain.step(1.0)  # nothing costs anything, so that everything is accepted
+        assert ((before != chain.choice).sum(axis=1) == 1).all()
+        rows, nodes = np.nonzero(before != chain.choice)
+        np.add.at(counts, (nodes, before[rows, nodes], chain.choice[rows, nodes]), 1)
     for node, size in ((0, 3), (2, 4)):
         share = counts[node, :size, :size] / 10_000
         expected = (1 - np.eye(size)) / (2 * size * (size - 1))  # a node of the two that can move, from and to any
@@ -65,12 +65,12 @@ def test_every_step_offers_another_strategy_of_one_node_and_all_are_as_likely():
 
 def test_walks_visit_choices_as_often_as_boltzmann_says():
     problem = Problem([np.array([0.0, 1.0, 3.0]), np.array([2.0, 0.0])], np.array([[0, 1]]), [np.eye(3, 2) * 2.0])
-    walk, temperature = walkers(problem, count=2000), 1.5
+    chain, temperature = walkers(problem, count=2000), 1.5
     visits = dict.fromkeys(itertools.product(range(3), range(2)), 0)
     for i in range(40):
-        walk.step(temperature)
+        chain.step(temperature)
         if i >= 20:
-            for choice in map(tuple, walk.choice.tolist()):
+            for choice in map(tuple, chain.choice.tolist()):
                 visits[choice] += 1
     cost = np.array([evaluate(problem, choice).cost for choice in visits])
     weight = np.exp(-cost / temperature)
@@ -79,23 +79,23 @@ def test_walks_visit_choices_as_often_as_boltzmann_says():
 
 def test_at_no_temperature_costs_only_fall():
     problem = small_problem(3)
-    walk = walkers(problem, count=20)
+    chain = walkers(problem, count=20)
     for _ in range(30):
-        before = walk.cost.copy()
-        walk.step(0.0)
-        assert (walk.cost <= before).all()
+        before = chain.cost.copy()
+        chain.step(0.0)
+        assert (chain.cost <= before).all()
 
 
 def test_neighbours_in_temperature_exchange_places_where_the_colder_one_costs_more():
     problem = Problem([np.array([0.0, 1.0, 2.0, 3.0])], EMPTY, [])
     flat = flatten(problem)
-    walk = Replicas(flat, np.random.default_rng(0), np.array([[3], [2], [1], [0]]))
+    chain = Chains(flat, np.random.default_rng(0), np.array([[3], [2], [1], [0]]))
     cold = np.array([1e-9, 2e-9, 4e-9, 8e-9])  # at these an exchange is certain, or never happens
     orders = []
     for _ in range(4):
-        walk.temper(cold)
-        orders.append(walk.choice[:, 0].tolist())
+        chain.temper(cold)
+        orders.append(chain.choice[:, 0].tolist())
     assert orders == [[3, 1, 2, 0], [1, 3, 0, 2], [1, 0, 3, 2], [0, 1, 2, 3]]
-    np.testing.assert_array_equal(walk.cost, walk.choice[:, 0])
-    walk.temper(cold)
-    assert walk.choice[:, 0].tolist() == [0, 1, 2, 3]
+    np.testing.assert_array_equal(chain.cost, chain.choice[:, 0])
+    chain.temper(cold)
+    assert chain.choice[:, 0].tolist() == [0, 1, 2, 3]
