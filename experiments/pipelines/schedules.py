@@ -5,25 +5,38 @@
 
 Equal stages are simulated first. "kept" are micro-batches that the fullest device keeps at one time, of all its stages.
 
-Each schedule is searched alone, so that it has the number of devices, stages and shardings that suit it. All prices are
-the engine's. "Formula" is how long stages of equal times without transfers would wait, relative to what they compute:
-(D - 1)/M with 1F1B, (D - 1)/(v·M) interleaved, (D - 1)(F + B - W)/(M(F + B + W)) with ZB-H1, and with ZB-V the way of
-the first micro-batch to the last device, (D - 1)·F/(2M(F + B + W)). F, B and W are those of a device's stages.
+Each schedule is searched alone (unless `--together` is given), so that it has the number of devices, stages and
+shardings that suit it. All prices are the engine's. `--split` shows what splitting backward programs costs in their
+place: products of both halves, and the arrays that wait between them.
+
+"Formula" is how long stages of equal times without transfers would wait, relative to what they compute: (D - 1)/M with
+1F1B, (D - 1)/(v·M) interleaved, (D - 1)(F + B - W)/(M(F + B + W)) with ZB-H1, and with ZB-V the way of the first
+micro-batch to the last device, (D - 1)·F/(2M(F + B + W)). F, B and W are those of a device's stages.
 """
 
 import argparse
 import functools
 import time
 from collections.abc import Sequence
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 import diffshard
+from cost.compute import equation_work, inner_jaxprs
 from cost.pipeline_schedules import BACKWARD, FORWARD, WEIGHTS, Schedule, graph_of, splits_backward
 from cost.pipeline_times import StageTimes, simulate
+from diffshard.pipelines.batch_arguments import BatchArguments
+from diffshard.pipelines.cutting import cut_step, uncut_step
+from diffshard.pipelines.layer_graphs import layer_chain
 from experiments.pipelines.found_pipelines import hosts_of
 from experiments.pipelines.gpt_step import SIZES, GptSize, shapes, train_step
 from experiments.tables import print_table
+from search_spaces.pipelines.forward_backward import num_bytes
+from search_spaces.pipelines.split_backward import is_between, with_split_backward
+from search_spaces.pipelines.stage_labels import Label
+from search_spaces.pipelines.stage_programs import staged_step
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "eager", "interleaved", "zb-h1", "zb-v")
 
@@ -49,8 +62,15 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--most-devices", type=int, default=4, help="the largest number of parts of the cluster")
     parser.add_argument("--no-remat", action="store_true", help="without `jax.checkpoint` around each layer")
+    parser.add_argument("--together", action="store_true", help="one search that chooses among the schedules")
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
+    parser.add_argument("--split", action="store_true", help="the halves of the backward programs of a small GPT")
     options = parser.parse_args(args)
+    if options.split:
+        rows = [row for remat in (False, True) for row in split_rows(GptSize(4, 64, 4, words=256, length=32), remat)]
+        head = ["jax.checkpoint", "stage", "backward", "first half", "weights", "residuals", "between", "still read"]
+        print_table("A GPT of 4 layers in 2 stages, a micro-batch: Mflop of products, and MB", head, rows)
+        return
     print_table(
         "Equal stages, simulated: forward, backward and weights take a device 1 s each",
         ["D", "M", "transfer s", "schedule", "step s", "waits", "formula", "kept"],
@@ -62,19 +82,19 @@ def main(args: Sequence[str] | None = None) -> None:
     functools.update_wrapper(step, train_step)
     cluster = diffshard.Cluster([hosts_of(options.hosts)])
     rows = []
-    for schedule in options.schedules:
-        each = 2 if schedule in ("interleaved", "zb-v") else 1
+    for schedules in [options.schedules] if options.together else [[schedule] for schedule in options.schedules]:
+        each = 2 if {"interleaved", "zb-v"} & set(schedules) else 1
         pipeline = diffshard.Pipeline(
-            microbatches=options.microbatches, schedules=(schedule,), max_stages=each * options.most_devices
+            microbatches=options.microbatches, schedules=schedules, max_stages=each * options.most_devices
         )
         begin_s = time.process_time()
         try:
             function = diffshard.search(step, cluster, pipeline=pipeline, donate_argnums=0)
             plan = function.plan(*shapes(size, options.batch))
         except diffshard.InfeasibleError:
-            rows.append([schedule, "fits not", *[""] * 8])
+            rows.append([", ".join(schedules), "fits not", *[""] * 8])
             continue
-        rows.append([schedule, *_cells(plan), f"{time.process_time() - begin_s:.0f}"])
+        rows.append([plan.schedule, *_cells(plan), f"{time.process_time() - begin_s:.0f}"])
     head = ["schedule", "stages", "devices", "step s", "waits", "formula", "GiB", "residuals", "bound s", "CPU s"]
     remat = "without" if options.no_remat else "with"
     print_table(
@@ -151,6 +171,38 @@ def simulated_rows(num_devices: int, count: int, send_s: float) -> list[list[str
             [num_devices, count, send_s, name, f"{found.step_s:.2f}", f"{waits:.1%}", f"{expected:.1%}", f"{kept:g}"]
         )
     return rows
+
+
+def split_rows(size: GptSize, is_remat: bool) -> list[list[str]]:
+    """Returns a row for each of two stages: products of its backward program and of its halves, and what waits."""
+    step = functools.partial(train_step, heads=size.heads, remat=is_remat, dtype=jnp.float32)
+    uncut = uncut_step(step, 4, BatchArguments((1,), ()), shapes(size, 16), {})
+    chain = layer_chain(uncut, most_layers=48)
+    cut = cut_step(uncut, chain.cuts_before([len(chain) // 2]))
+    staged = staged_step(cut.parts, cut.cuts)
+    split, rows = with_split_backward(staged), []
+    for stage in range(2):
+        halves = [split.programs.get(Label(kind, stage)) for kind in ("backward", "weights")]
+        programs = [staged.programs[Label("backward", stage)], *halves]
+        flops = [0.0 if p is None else _product_flops(p.program.jaxpr) / 1e6 for p in programs]
+        read = [set() if p is None else set(p.reads) for p in programs]
+        residuals = {k for k in read[0] if k in staged.makers and staged.makers[k].kind == "forward"}
+        between = {key for key in read[2] if is_between(key)}
+        sizes = [
+            sum(num_bytes(split.avals[k]) for k in keys) / 1e6 for keys in (residuals, between, residuals & read[2])
+        ]
+        rows.append(["with" if is_remat else "without", stage, *(f"{x:.2f}" for x in (*flops, *sizes))])
+    return rows
+
+
+def _product_flops(jaxpr: Any, trips: int = 1) -> float:
+    total = 0.0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            total += trips * equation_work(equation).flops
+        for inner in inner_jaxprs(equation):
+            total += _product_flops(getattr(inner, "jaxpr", inner), trips * equation.params.get("length", 1))
+    return total
 
 
 if __name__ == "__main__":

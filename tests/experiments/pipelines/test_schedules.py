@@ -2,7 +2,8 @@
 
 import pytest
 
-from experiments.pipelines.schedules import main, simulated_rows
+from experiments.pipelines.gpt_step import GptSize
+from experiments.pipelines.schedules import main, simulated_rows, split_rows
 from tests.experiments.printed_tables import printed_rows
 
 
@@ -16,6 +17,16 @@ def test_equal_stages_without_transfers_wait_as_the_formulas_say(num_devices, co
     for *_, step_s, waits, expected, _ in rows:
         assert abs(float(waits.rstrip("%")) - float(expected.rstrip("%"))) <= 0.1 + 1e-9  # both are rounded
         assert abs(float(step_s) - 3 * count * (1 + float(waits.rstrip("%")) / 100)) < 0.01 * count
+
+
+@pytest.mark.parametrize("is_remat", [False, True])
+def test_halves_of_backward_programs_have_the_products_of_the_whole(is_remat):
+    rows = split_rows(GptSize(2, 16, 2, words=32, length=8), is_remat)
+    for _, _, backward, first, weights, residuals, between, still_read in rows:
+        assert float(first) + float(weights) == pytest.approx(float(backward), abs=0.011)  # rounded
+        assert float(still_read) <= float(residuals)
+        assert (float(between) > 0) == (float(first) > 0)
+    assert float(rows[1][3]) > 0  # the second stage sends a gradient
 
 
 def test_a_small_gpt_is_searched_with_each_schedule(capsys):
