@@ -192,6 +192,8 @@ def test_an_earlier_plan_is_taken_and_a_folder_keeps_plans(planned, tmp_path):
     args = arguments()
     assert search_from(plan).plan(*args) == plan
     assert search_from(plan, limit=0.5).plan(*args).formats.max_loss_increase == 0.5
+    exact = search_from(plan, **{**FORMATS, "increases": {GRADIENTS: 2.0}}).plan(*args)
+    assert not exact.residuals, "more is given now than the limit allows"
     calls = [arguments(seed) for seed in range(4)]
     formats = {"products": (), "sums": [INT4], "calls": calls, "steps": 4, "rounds": 0}
     first = search_from(None, cache=tmp_path, **formats).plan(*args)
