@@ -80,7 +80,10 @@ def residual_shardings(plan: PlanData, mesh: Mesh) -> dict[str, NamedSharding]:
 
 
 def residuals_for_call(plan: PlanData, mesh: Any, residuals: Mapping[str, Any] | None, arrays: Sequence[Any]) -> Any:
-    """Returns the residuals that a call takes beside its flat arrays; zeros if none are given, as at the first step."""
+    """Returns the residuals that a call takes beside its flat arrays; zeros if none are given, as at the first step.
+
+    Those that are committed to other devices are moved, as arguments are.
+    """
     if residuals is None and any(isinstance(array, Tracer) for array in arrays):
         return [jnp.zeros(tensor.shape, tensor.dtype) for tensor in plan.residuals]
     if residuals is None:
@@ -90,7 +93,14 @@ def residuals_for_call(plan: PlanData, mesh: Any, residuals: Mapping[str, Any] |
         raise PlanError(
             "The residuals of the state are those of another plan: give the state to `plan.shard` of the one that runs."
         )
-    return [residuals[residual_key(tensor)] for tensor in plan.residuals]
+    return [_moved(residuals[key], sharding) for key, sharding in residual_shardings(plan, mesh).items()]
+
+
+def _moved(array: Any, sharding: NamedSharding) -> Any:
+    is_free = isinstance(array, Tracer) or not isinstance(array, jax.Array) or not array.committed
+    return (
+        array if is_free or array.sharding.is_equivalent_to(sharding, array.ndim) else jax.device_put(array, sharding)
+    )
 
 
 def placed_residuals(plan: PlanData, mesh: Mesh, residuals: Mapping[str, Any]) -> dict[str, jax.Array]:

@@ -114,17 +114,20 @@ def find_plan_with_formats(request: PlanRequest) -> Plan:
 def _is_for(plan: Plan, groups: Sequence[ProductGroup], formats: Formats) -> bool:
     """Tells whether a plan's formats were chosen within the same limit of the same groups, measured in the same way.
 
-    What was measured on may differ: a training that goes on has other calls left.
+    What was measured on may differ: a training that goes on has other calls left. Increases that are given and not
+    measured have to be the same.
     """
     planned = plan.formats
     if planned is None or planned.max_loss_increase != formats.max_loss_increase:
         return False
     offered = {group.name: (group.kind, group.format) for group in groups}
     known = {group.name: (group.kind, group.format) for group in planned.groups}
-    if bool(planned.measured_by) != bool(formats.calls or formats.validation_runs):
+    is_measured, given = bool(formats.calls or formats.validation_runs), formats.increases
+    if bool(planned.measured_by) != is_measured:
         return False
-    if formats.increases is not None:
-        return known.keys() == offered.keys() & formats.increases.keys()
+    if given is not None:
+        is_as_given = is_measured or all(given.get(group.name) == group.loss_increase for group in planned.groups)
+        return is_as_given and known.keys() == offered.keys() & given.keys()
     return known.keys() <= offered.keys() and {*known.values()} == {*offered.values()}  # some may not be measured
 
 

@@ -103,6 +103,15 @@ def test_under_another_trace_residuals_are_carried_by_a_scan(planned):
     np.testing.assert_allclose(scanned.state["up"], state.state["up"], rtol=1e-4, atol=1e-6)
 
 
+def test_residuals_on_one_device_are_moved_to_where_the_plan_has_them(planned):
+    step, _ = planned
+    state, _ = step(*arguments())
+    on_one = {key: jax.device_put(np.asarray(array), jax.devices()[0]) for key, array in state.residuals.items()}
+    moved = step(diffshard.formats.Carried(state.state, on_one), arguments(1)[1])
+    for one, other in zip(jax.tree.leaves(moved), jax.tree.leaves(step(state, arguments(1)[1])), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_residuals_go_to_plans_of_other_meshes(planned):
     state, _ = planned[0](*arguments())
     on_host = jax.tree.map(np.asarray, state)
@@ -192,6 +201,8 @@ def test_an_earlier_plan_is_taken_and_a_folder_keeps_plans(planned, tmp_path):
     args = arguments()
     assert search_from(plan).plan(*args) == plan
     assert search_from(plan, limit=0.5).plan(*args).formats.max_loss_increase == 0.5
+    exact = search_from(plan, **{**FORMATS, "increases": {GRADIENTS: 2.0}}).plan(*args)
+    assert not exact.residuals, "more is given now than the limit allows"
     calls = [arguments(seed) for seed in range(4)]
     formats = {"products": (), "sums": [INT4], "calls": calls, "steps": 4, "rounds": 0}
     first = search_from(None, cache=tmp_path, **formats).plan(*args)
