@@ -108,7 +108,9 @@ def estimates_table(
     gain, kinds = np.array([gains[group.name] for group in groups]), [group.vertices[0].index for group in groups]
     everything = frozenset().union(*(group.members for group in groups if group.format == products[-1]))
     print(f"all in {products[-1]}: {losses.increase_of(everything).mean:+.4f}")
-    print(f"half of the seeds against the others: rank {rank(of_seeds[:, ::2].mean(1), of_seeds[:, 1::2].mean(1)):.2f}")
+    if seeds > 1:
+        of_halves = rank(of_seeds[:, ::2].mean(1), of_seeds[:, 1::2].mean(1))
+        print(f"half of the seeds against the others: rank {of_halves:.2f}")
     rows = []
     for name, estimate in found.items():
         values = estimate.increases

@@ -13,7 +13,7 @@ from diffshard.sharding_search.call import array_types
 from diffshard.sharding_search.format_losses import MeasuredLosses
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import space_of, trace_function
-from experiments.models import digits, gpt, masked_encoder, mixer, moe, text, vision_transformer
+from experiments.models import digits, gpt, mixer, moe, text
 from experiments.models.model import Model, abstract_arguments
 
 LOOK_STEPS, LOOKS, RUN_STEPS = 20, 2, 60
@@ -33,23 +33,6 @@ def digits_batch(model: dict[str, Any], key: jax.Array) -> dict[str, jax.Array]:
     return {"image": jax.numpy.asarray(patches), "label": jax.numpy.asarray(labels[chosen])}
 
 
-def masked_batch(model: dict[str, Any], key: jax.Array) -> dict[str, jax.Array]:
-    """Draws windows of the Python reference, and which of their bytes are masked."""
-    token_key, mask_key = jax.random.split(key)
-    tokens = text.sample(text.load("python_reference"), token_key, model["batch"], model["sequence"] - 1)
-    return {
-        "tokens": tokens,
-        "is_masked": jax.random.bernoulli(mask_key, masked_encoder.MASKED_SHARE, tokens.shape),
-    }
-
-
-def images_batch(model: dict[str, Any], key: jax.Array) -> dict[str, jax.Array]:
-    """Draws handwritten digits as images of 8x8 pixels with three equal channels."""
-    images, labels = digits.load()
-    chosen = np.asarray(jax.random.randint(key, (model["batch"],), 0, len(images)))
-    return {"image": jax.numpy.repeat(images[chosen][..., None], 3, -1), "label": jax.numpy.asarray(labels[chosen])}
-
-
 class Case(NamedTuple):
     """A model that is trained small and priced wide; `tiny` is for tests."""
 
@@ -61,7 +44,7 @@ class Case(NamedTuple):
 
 
 _TEXT = {"batch": 64, "layers": 1, "heads": 32, "sequence": 1024, "vocabulary": 32768}
-MODELS = {  # the last two were held out: they ran first when nothing else was changed any more
+MODELS = {
     "gpt": Case(
         gpt.make, text_batch, {"batch": 8, "layers": 1, "width": 64, "sequence": 64},
         {"batch": 2, "width": 16, "sequence": 16}, {**_TEXT, "layers": 2, "width": 4096},
@@ -73,17 +56,6 @@ MODELS = {  # the last two were held out: they ran first when nothing else was c
     "moe": Case(
         moe.make, text_batch, {"batch": 4, "layers": 1, "width": 32, "sequence": 32},
         {"batch": 2, "width": 16, "sequence": 16}, {**_TEXT, "width": 2048, "heads": 16},
-    ),
-    "masked": Case(
-        masked_encoder.make, masked_batch,
-        {"batch": 8, "width": 64, "heads": 4, "hidden": 256, "sequence": 64, "vocabulary": 256},
-        {"batch": 2, "sequence": 16, "vocabulary": 256}, {**_TEXT, "width": 2048, "heads": 16, "hidden": 8192},
-    ),
-    "vision": Case(
-        vision_transformer.make, images_batch,
-        {"batch": 32, "width": 64, "heads": 4, "hidden": 256, "patch": 2, "image": 8},
-        {"batch": 2, "patch": 2, "image": 8},
-        {"batch": 512, "width": 2048, "heads": 16, "hidden": 8192, "patch": 16, "image": 256, "classes": 1024},
     ),
 }  # fmt: skip
 

@@ -1,184 +1,208 @@
 """Number formats chosen by the loss, against rules: training in float8, and the time of compiled programs with it.
 
-    python -m experiments.formats [--model gpt] [--products float8] [--hardware h100] [--budgets 0.002 0.005 0.02]
-    python -m experiments.formats --searches 10 [--model mixer]
-    python -m experiments.formats --joint [--model gpt]
+    python -m experiments.formats --models gpt [--searches 3] [--steps 100] [--seeds 3] [--budgets 0.002 0.005 0.02]
+    python -m experiments.formats --joint --models gpt
     python -m experiments.formats --compile decoder --mesh 2x4
 
-The first trains a small model on one device that emulates float8: exactly, with all products in each format, with all
-but the head's, and with what `search` finds within budgets of the loss. Increases are measured on this model by looks
-ahead and two validation runs, and priced on a model of the same code that is wide enough for its products to pay, on 8
-GPUs. The trainings of the table have other seeds and batches. The second repeats the search with other seeds, for the
-calls as for the solver, and compares each plan with the fastest simple rule within the budget. The third holds the
-search for both at once against shardings first and formats afterwards, on slower and faster links and with less memory.
-The last compiles a model of `experiments.timeline_models` for H100s (the extra `gpu-compile`) with no product in float8
-and with all that gain by it, and plays both programs back.
+The first searches for each model and budget with several seeds, for the calls as for the solver. Increases are measured
+on a small model by looks ahead and two validation runs, and priced on a model of the same code that is wide enough for
+its products to pay, on 8 GPUs. What is found stands against the simple rules, in predicted seconds and in what training
+the small model adds to the loss, with seeds and batches that no search had. Formats are emulated exactly on one device.
+The second holds the search for both at once against shardings first and formats afterwards, on slower and faster links
+and with less memory. The last compiles a model of `experiments.timeline_models` for H100s (the extra `gpu-compile`)
+with no product in float8 and with all that gain by it, and plays both programs back.
 """
 
 import argparse
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import AxisType
 
 import diffshard
 from cost.base import Hardware
+from cost.evaluation import evaluate
 from cost.lines import Line
-from cost.memory import least_memory
+from diffshard.base import InfeasibleError
 from diffshard.checks.kernel_work import achievable_rates
 from diffshard.checks.timeline import simulate
 from diffshard.deadline import Deadline
 from diffshard.plans.formats import format_bytes, format_s
-from diffshard.sharding_search.format_search import best_groups
-from diffshard.sharding_search.number_formats import ProductGroup, product_groups
+from diffshard.sharding_search.format_rounds import (
+    Trial,
+    fastest_trial,
+    increases_at,
+    measured_losses,
+    measured_trials,
+    stand_ins,
+)
+from diffshard.sharding_search.format_rules import simple_rules
+from diffshard.sharding_search.format_search import (
+    Start,
+    best_groups,
+    fastest_within,
+    first_start,
+    predicted_increase,
+)
+from diffshard.sharding_search.number_formats import ProductGroup, all_groups, offered_groups, product_groups
 from diffshard.sharding_search.options import Options
-from diffshard.sharding_search.planning import fastest_choice, make_plan
+from diffshard.sharding_search.planning import fastest_choice
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.step_objective import step_s
 from diffshard.sharding_search.tracing import space_of, trace_function
-from experiments.format_models import MODELS, Setting, search
+from experiments.format_estimates import one_each
+from experiments.format_models import MODELS, Setting
 from experiments.host_devices import parse_mesh
 from experiments.models.model import Model, abstract_arguments
 from experiments.tables import print_table
 from experiments.targets import MESHES
 from experiments.timeline_models import CASES
+from search_spaces.sharding.codes import FORMATS as CODES
 from search_spaces.sharding.format_gains import gains_s, in_formats
 from search_spaces.sharding.product_formats import FORMATS
+from search_spaces.sharding.space import ShardingSpace
 
 ANY_LOSS = 1e9
 """A limit that no increase reaches."""
-HEAD = re.compile(r"embed\.attend|head")
-SETTINGS = [(links, is_tight) for links in (1 / 16, 1 / 8, 1 / 4, 1, 4) for is_tight in (False, True)]
-"""Factors of the rates of links, and whether the memory is all of the device or as tight as a plan can be."""
-TIGHT = 1.15
-"""The memory limit that counts as tight, as a multiple of a bound on what every plan needs."""
+FASTER = 1e-3
+"""The share of the time from which on a plan counts as faster than a rule; the solver's gap is less."""
+SETTINGS = [*((links, share) for links in (1 / 16, 1 / 4, 1) for share in (None, 0.75, 0.55)), (4, None)]
+"""Factors of the rates of links, and the memory as a share of what the fastest sharding takes; None for all of it."""
 
 
 def groups_of(model: Model, mesh: Any, hardware: Hardware, products: Sequence[str] = ("float8",)) -> list[ProductGroup]:
     """Returns the groups of products that may gain in formats."""
-    options = Options(fn=model.step, mesh=mesh, hardware=hardware, memory_limit_bytes=hardware.memory_bytes)
+    options = options_of(model, mesh, hardware)
     return product_groups(space_of(options, trace_function(options, abstract_arguments(model))), products)
 
 
-def without_overheads(mesh: Any) -> Hardware:
-    """Returns B200s on which every product gains by formats, so that a small model runs in them as it is told."""
-    hardware = diffshard.preset("b200", dict(mesh.shape))
-    return diffshard.Hardware(
-        "b200 without overheads", hardware.flops_per_s, 1e18, hardware.memory_bytes, {}, kernel_launch_s=0.0
-    )
+def rules_tables(
+    setting: Setting, searches: int, budgets: Sequence[float], steps: int, seeds: int, kinds: Mapping[str, Any]
+) -> None:
+    """Prints the simple rules, and what searches with several seeds find within each budget against them.
 
-
-def trained(step: Callable[..., Any], calls: Sequence[tuple[Any, Any]]) -> float:
-    """Returns the mean loss of the last fifth of a training."""
-    state, losses = calls[0][0], []
-    for _, batch in calls:
-        state, loss = step(state, batch)
-        losses.append(loss)
-    return float(np.mean(losses[-max(1, len(losses) // 5) :]))
-
-
-def training_table(setting: Setting, steps: int, seeds: int, budgets: Sequence[float], products: Sequence[str]) -> None:
-    """Trains with each rule and with what is found, and prints losses beside predictions."""
-    one = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
-    free, measures = without_overheads(one), setting.measures(0)
-    groups = groups_of(setting.wide, setting.mesh, setting.hardware, products)
-    rules: dict[str, Collection[str]] = {"exact": ()}
-    for name in products:
-        own = [group.name for group in groups if group.format == name]
-        rules[f"{name}, all"] = own
-        rules[f"{name}, but not the head"] = [group for group in own if not HEAD.search(group)]
-    if len(products) > 1:
-        head = [group for group in rules[f"{products[0]}, all"] if HEAD.search(group)]
-        others = rules[f"{products[-1]}, but not the head"]
-        rules[f"{products[-1]}, the head in {products[0]}"] = [*others, *head]
-    plans = {
-        name: setting.plan(ANY_LOSS, increases=dict.fromkeys(inside, 0.0), products=products)
-        for name, inside in rules.items()
-    }
-    plans |= {f"found for {budget}": setting.plan(budget, products=products, **measures) for budget in budgets}
-    rows, exact = [], []
-    there = {group.name for group in groups_of(setting.small, one, free, products)}  # blocks may not fit small products
-    for name, plan in plans.items():
-        rounded = {g.name: 0.0 for g in plan.formats.groups if g.num_rounded and g.name in there}
-        run = search(setting.small, one, free, ANY_LOSS, increases=rounded, products=products)
-        losses = [trained(run, setting.training(seed, steps)) for seed in range(seeds)]
-        exact, measured = exact or losses, plan.formats.measured_increase
-        rows.append(
-            [name, f"{len(rounded)}", format_s(plan.step_s), format_s(plan.lower_bound_s)]
-            + (["", ""] if measured is None else [f"{plan.formats.loss_increase:+.4f}", f"{measured:+.4f}"])
-            + [f"{loss - other:+.4f}" for loss, other in zip(losses, exact, strict=True)]
-        )
-        print(*rows[-1], sep="  ", flush=True)
-    seed_columns = [f"seed {seed}" for seed in range(seeds)]
-    columns = ["products", "groups", "step", "bound", "predicted", "measured", *seed_columns]
-    print_table(f"{setting.small.name} on {setting.hardware.name}: losses after {steps} steps", columns, rows)
-    print("exact losses:", *(f"{loss:.4f}" for loss in exact))
-
-
-def searches_table(setting: Setting, searches: int, budgets: Sequence[float]) -> None:
-    """Searches with several seeds, and prints each plan's time over that of the best rule within the budget."""
+    All are trained with from the beginning, with other seeds and batches than the searches measured by.
+    """
+    held_out, name = setting.losses(steps, seeds, **kinds), setting.small.name
+    exact = np.array(held_out.late_losses(frozenset()))
+    print(f"{name}: exact losses", *(f"{loss:.4f}" for loss in exact), flush=True)
+    found: dict[float, list[tuple[float, float, float]]] = {budget: [] for budget in budgets}
+    rules, rows = {}, []
+    for seed, budget, groups, trials in searches_of(setting, searches, budgets, kinds):
+        ruled = [trial for trial in trials if "round" not in trial.name]
+        for trial in ruled:
+            if trial.name not in rules:
+                trained = held_out.late_losses(stand_ins(held_out, groups, trial.found.products)) - exact
+                rules[trial.name] = trial.found.plan.step_s, trained.mean()
+                row = [trial.name, format_s(trial.found.plan.step_s), f"{len(trial.found.products)}"]
+                rows.append([*row, *(f"{number:+.4f}" for number in (trained.mean(), *trained))])
+                print(*rows[-1], sep="  ", flush=True)
+        best, rule = fastest_trial(trials, budget), fastest_trial(ruled, budget)
+        trained = held_out.late_losses(stand_ins(held_out, groups, best.found.products)) - exact
+        seconds = best.found.plan.step_s
+        found[budget].append((seconds, seconds / rule.found.plan.step_s, trained.mean()))
+        numbers = [f"{number:.4f}" for number in (*found[budget][-1], best.measured)]
+        print(budget, seed, *numbers, best.name, rule.name, sep="  ", flush=True)
+    columns = ["rule", "step", "in fewer bits", "trained", *(f"seed {seed}" for seed in range(seeds))]
+    print_table(f"{name}: rules", columns, rows)
     rows = []
     for budget in budgets:
-        ratios, beaten = [], 0
-        for seed in range(searches):
-            plan = setting.plan(budget, key=seed, rounds=1, **setting.measures(seed, looks=1))
-            trials = [t for t in plan.formats.trials if t.measured_increase <= budget and "round" not in t.name]
-            ratios.append(plan.step_s / min(trial.step_s for trial in trials))
-            beaten += ratios[-1] < 1 - 1e-6
-            print(budget, seed, f"{ratios[-1]:.3f}", plan.formats.measured_increase, flush=True)
-        row = [np.min(ratios), np.median(ratios), np.max(ratios)]
-        rows.append([f"{budget}", *(f"{ratio:.3f}" for ratio in row), f"{beaten} of {searches}"])
-    columns = ["budget", "least", "median", "largest", "faster"]
-    print_table(f"{setting.small.name}: the found step over the best rule's within the budget", columns, rows)
+        step, ratios, trained = np.array(found[budget]).T
+        rule = min((rule for rule in rules if rules[rule][1] <= budget), key=lambda rule: rules[rule][0])
+        row = [f"{budget}", format_s(float(np.median(step)))]
+        row += [f"{ratio:.3f}" for ratio in (ratios.min(), np.median(ratios), ratios.max())]
+        row += [f"{np.sum(ratios < 1 - FASTER)} of {searches}", f"{trained.mean():+.4f}", f"{trained.max():+.4f}"]
+        rows.append([*row, rule, format_s(rules[rule][0])])
+    of_ratios, of_increases = ["over best rule", "median", "most", "faster"], ["trained", "most"]
+    columns = ["budget", "step", *of_ratios, *of_increases, "rule within, trained", "its step"]
+    print_table(f"{name}: found within budgets by {searches} searches", columns, rows)
 
 
-def joint_table(setting: Setting, budgets: Sequence[float], time_limit_s: float) -> None:
+def searches_of(
+    setting: Setting, searches: int, budgets: Sequence[float], kinds: Mapping[str, Any]
+) -> Iterator[tuple[int, float, list[ProductGroup], list[Trial]]]:
+    """Returns for each seed and budget the groups of the wide model, and what a search measures.
+
+    The searches of a seed share the looks at the exact choice, and equal validation runs.
+    """
+    options = options_of(setting.wide, setting.mesh, setting.hardware)
+    traced = trace_function(options, abstract_arguments(setting.wide))
+    space = space_of(options, traced)
+    for seed in range(searches):
+        formats = diffshard.formats.Formats(1.0, rounds=1, **kinds, **setting.measures(seed, looks=1))
+        groups, losses, increases, rules = offered_groups(space, formats), None, {}, {}
+        for budget in budgets:
+            formats = dataclasses.replace(formats, max_loss_increase=budget)
+            options = dataclasses.replace(options, formats=formats, key=seed)
+            request = PlanRequest(options, traced, space, time.perf_counter())
+            if losses is None:
+                losses, rules = measured_losses(request), simple_rules(all_groups(space, formats))
+                increases = increases_at(losses, groups, frozenset())
+            yield seed, budget, groups, measured_trials(request, groups, losses, increases, rules)
+
+
+def options_of(model: Model, mesh: Any, hardware: Hardware) -> Options:
+    """Returns what a space and a search of a model need."""
+    return Options(fn=model.step, mesh=mesh, hardware=hardware, memory_limit_bytes=hardware.memory_bytes)
+
+
+def joint_table(setting: Setting, budgets: Sequence[float], kinds: Mapping[str, Any], time_limit_s: float) -> None:
     """Prints the step of the search for both at once over that of shardings first and formats afterwards."""
-    measures = setting.measures(0)
-    increases = setting.plan(budgets[0], rounds=0, **{**measures, "validation_runs": ()}).formats.increases
-    rows = []
-    for links, is_tight in SETTINGS:
+    losses, rows = setting.losses(2, 1, **kinds), []
+    groups = list(losses.groups.values())
+    increases = dict(zip(losses.groups, losses.increases_at(frozenset(), groups), strict=True))
+    for links, share in SETTINGS:
         own = setting.hardware.links.items()
         hardware = dataclasses.replace(setting.hardware, links={name: faster(link, links) for name, link in own})
-        options = Options(
-            fn=setting.wide.step, mesh=setting.mesh, hardware=hardware, memory_limit_bytes=hardware.memory_bytes
-        )
+        options = options_of(setting.wide, setting.mesh, hardware)
         traced = trace_function(options, abstract_arguments(setting.wide))
-        space = space_of(options, traced)
-        limit_bytes = TIGHT * float(np.max(least_memory(space.problem)[1])) if is_tight else hardware.memory_bytes
-        options = dataclasses.replace(options, memory_limit_bytes=limit_bytes)
-        request = PlanRequest(options, traced, space, time.perf_counter())
-        exact = fastest_choice(request, Deadline.from_now(time_limit_s))
-        groups = [group for group in product_groups(space) if group.name in increases]
-        free = space.with_formats({m: 0.0 for group in groups for m in sorted(group.members)})
-        of = gains_s(free, exact.choice)
-        gains = np.array([sum(max(0.0, of[m]) for m in group.members) for group in groups])
-        exact_s, ratios = make_plan(request, exact).step_s, []
+        request = PlanRequest(options, traced, space_of(options, traced), time.perf_counter())
+        if share is not None:
+            fastest = fastest_choice(request, Deadline.from_now(time_limit_s)).choice
+            peak = float(np.max(evaluate(request.space.problem, fastest).peak))
+            options = dataclasses.replace(options, memory_limit_bytes=share * peak)
+            request = PlanRequest(options, traced, space_of(options, traced), time.perf_counter())
+        offered = [
+            group
+            for group in offered_groups(request.space, diffshard.formats.Formats(1.0, increases=increases, **kinds))
+            if group.name in increases
+        ]
+        row = [f"{links:g}", "all" if share is None else f"{share:.0%}", format_bytes(options.memory_limit_bytes)]
+        try:
+            start = first_start(request, offered, Deadline.from_now(time_limit_s))
+        except InfeasibleError:
+            print(*row, "no plan", sep="  ", flush=True)
+            rows.append([*row, *["no plan", ""] * len(budgets), ""])
+            continue
         for budget in budgets:
-            losses = np.array([increases[group.name] for group in groups])
-            chosen = [m for i in best_groups(gains, losses, budget) for m in groups[i].members]
-            afterwards = in_formats(free, np.array(exact.choice), [m for m in chosen if of[m] > 0])
-            afterwards_s = step_s(free.predict(afterwards.tolist()))
-            formats = diffshard.formats.Formats(budget, increases=increases)
-            joint = diffshard.search(
-                setting.wide.step,
-                setting.mesh,
-                hardware=hardware,
-                memory_limit_bytes=limit_bytes,
-                time_limit_s=time_limit_s,
-                formats=formats,
-                progress="none",
-            ).plan(*abstract_arguments(setting.wide))
-            ratios.append(joint.step_s / afterwards_s)
-        rows.append([f"{links:g}", "tight" if is_tight else "all", format_s(exact_s), *(f"{r:.3f}" for r in ratios)])
+            first_s = afterwards_s(request.space, offered, increases, budget, start)
+            deadline = Deadline.from_now(time_limit_s)
+            joint = fastest_within(request, offered, increases, budget, deadline, start)
+            row += [format_s(first_s), f"{joint.plan.step_s / first_s:.3f}"]
+        rows.append([*row, f"{len(start.kept)}"])
         print(*rows[-1], sep="  ", flush=True)
-    columns = ["links", "memory", "exact step", *(f"{budget}" for budget in budgets)]
-    print_table(f"{setting.wide.name}: the step of both searched at once over formats afterwards", columns, rows)
+    columns = ["links", "memory", "limit", *(word for b in budgets for word in (f"afterwards, {b}", "both"))]
+    print_table(f"{setting.wide.name}: both searched at once over formats afterwards", [*columns, "kept"], rows)
+
+
+def afterwards_s(
+    space: ShardingSpace, groups: Sequence[ProductGroup], increases: Mapping[str, float], budget: float, start: Start
+) -> float:
+    """Returns the seconds of a choice in the formats that gain most there within a budget."""
+    free = space.with_formats({member: 0.0 for group in groups for member in sorted(group.members)})
+    choice = in_formats(free, start.choice, start.kept)
+    of, fast = gains_s(free, choice), [group for group in groups if group.kind != "kept"]
+    gains = np.array([sum(max(0.0, of[member]) for member in group.members) for group in fast])
+    rest = budget - predicted_increase(groups, increases, start.kept)
+    kinds = [group.vertices[0].index for group in fast]
+    chosen = one_each(
+        best_groups(gains, np.array([increases[group.name] for group in fast]), rest, kinds), gains, kinds
+    )
+    members = [member for i in chosen for member in fast[i].members if of[member] > 0]
+    return step_s(free.predict(in_formats(free, choice, members).tolist()))
 
 
 def faster(link: diffshard.Link, factor: float) -> diffshard.Link:
@@ -219,15 +243,16 @@ def compiled_table(name: str, mesh_text: str, sizes: str, time_limit_s: float) -
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints one of the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="gpt")
-    parser.add_argument("--searches", type=int, default=0, help="with how many seeds to repeat the search instead")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["gpt"])
     parser.add_argument("--joint", action="store_true", help="compare with formats that are chosen afterwards instead")
-    parser.add_argument("--products", nargs="+", choices=FORMATS, default=["float8"], help="formats of the first table")
+    parser.add_argument("--products", nargs="*", choices=FORMATS, default=["float8"], help="formats of products")
+    parser.add_argument("--sums", nargs="*", choices=CODES, default=["bfloat16", "int8"], help="formats of sums")
     parser.add_argument(
         "--hardware", choices=("h100", "b200"), default="h100", help="that the wide model is priced for"
     )
-    parser.add_argument("--steps", type=int, default=300, help="of each training")
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--searches", type=int, default=3, help="seeds of the search for each budget")
+    parser.add_argument("--steps", type=int, default=100, help="of each training")
+    parser.add_argument("--seeds", type=int, default=3, help="of the trainings")
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.002, 0.005, 0.02])
     parser.add_argument("--sizes", choices=("full", "small"), default="full")
     parser.add_argument("--compile", choices=CASES, help="compile this model instead")
@@ -237,13 +262,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.compile:
         compiled_table(options.compile, options.mesh, options.sizes, options.time_limit)
         return 0
-    setting = Setting.of(options.model, options.sizes, options.hardware)
-    if options.searches:
-        searches_table(setting, options.searches, options.budgets)
-    elif options.joint:
-        joint_table(setting, options.budgets, options.time_limit)
-    else:
-        training_table(setting, options.steps, options.seeds, options.budgets, options.products)
+    kinds = {"products": options.products, "sums": options.sums}
+    for model in options.models:
+        setting = Setting.of(model, options.sizes, options.hardware)
+        if options.joint:
+            joint_table(setting, options.budgets, {**kinds, "kept": ["int8"]}, options.time_limit)
+        else:
+            rules_tables(setting, options.searches, options.budgets, options.steps, options.seeds, kinds)
     return 0
 
 

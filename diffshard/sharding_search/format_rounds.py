@@ -45,7 +45,7 @@ _MOST_DAMAGE = 10.0
 """The increase that counts for formats whose loss is not finite, in limits: enough for the next round to avoid them."""
 
 
-class _Trial(NamedTuple):
+class Trial(NamedTuple):
     """Formats that were measured together.
 
     Attributes:
@@ -87,7 +87,7 @@ def find_plan_with_formats(request: PlanRequest) -> Plan:
     earlier = request.options.start
     if isinstance(earlier, Plan) and is_made_for(earlier, request) and _is_for(earlier, groups, formats):
         return request.complete(earlier)
-    losses = _measured_losses(request) if formats.calls or formats.validation_runs else None
+    losses = measured_losses(request) if formats.calls or formats.validation_runs else None
     if formats.increases is not None:
         names = {group.name for group in all_groups(space, formats)}
         if unknown := sorted(set(formats.increases) - names):
@@ -98,15 +98,15 @@ def find_plan_with_formats(request: PlanRequest) -> Plan:
         increases = dict(formats.increases)
     else:
         assert losses is not None
-        increases = _increases_at(losses, groups, frozenset())
+        increases = increases_at(losses, groups, frozenset())
     if losses is None:
         deadline = request.options.deadline()
         start = first_start(request, groups, Deadline.from_now(deadline.remaining_s(_EXACT_SHARE)))
         found = fastest_within(request, groups, increases, formats.max_loss_increase, deadline, start)
         return _with_formats(request, groups, _trial("", found, groups, increases, Increase(0.0, None)), (), "")
     rules = simple_rules(all_groups(space, formats))
-    trials = _measured_trials(request, groups, losses, increases, rules)
-    best = _fastest_within(trials, formats.max_loss_increase)
+    trials = measured_trials(request, groups, losses, increases, rules)
+    best = fastest_trial(trials, formats.max_loss_increase)
     _warn_of_overflows(losses)
     return _with_formats(request, groups, best, trials, losses.measured_by)
 
@@ -131,13 +131,13 @@ def _is_for(plan: Plan, groups: Sequence[ProductGroup], formats: Formats) -> boo
     return known.keys() <= offered.keys() and {*known.values()} == {*offered.values()}  # some may not be measured
 
 
-def _measured_trials(
+def measured_trials(
     request: PlanRequest,
     groups: Sequence[ProductGroup],
     losses: MeasuredLosses,
     increases: dict[str, float],
     rules: Mapping[str, Set[FormatKey]],
-) -> list[_Trial]:
+) -> list[Trial]:
     """Returns what was found in each round, and the rules, in the order in which they were measured.
 
     The last round stands in the place of an earlier one that found the same formats.
@@ -153,9 +153,9 @@ def _measured_trials(
         return Deadline.from_now(None if limit_s is None else limit_s / solves)
 
     def measured(products: Set[FormatKey]) -> Increase:
-        return losses.increase_of(_like(losses, groups, products))
+        return losses.increase_of(stand_ins(losses, groups, products))
 
-    trials: list[_Trial] = []
+    trials: list[Trial] = []
     start = first_start(request, known, deadline())
     for number in range(formats.rounds + 1):
         found = fastest_within(request, known, increases, limit, deadline(), start)
@@ -172,21 +172,28 @@ def _measured_trials(
                     plan, rounded, choice = plan_with(request, offered & products, deadline(), found.start)
                 except InfeasibleError:  # the memory limit needs arrays that are kept as codes
                     continue
-                if all(rounded != trial.found.products for trial in trials):
-                    rule = FoundFormats(plan, rounded, choice, found.bound_of_any_s, found.bound_of_any_s)
-                    trials.append(_trial(name, rule, groups, increases, measured(rounded)))
+                equal = next((t for t in trials if t.found.products == rounded), None)
+                increase = measured(rounded) if equal is None else Increase(equal.measured, equal.error)
+                rule = FoundFormats(plan, rounded, choice, found.bound_of_any_s, found.bound_of_any_s)
+                trials.append(_trial(name, rule, groups, increases, increase))
         start = found.start
         if number < formats.rounds:
-            around = last if last.measured > limit else _fastest_within(trials, limit)
-            products, damage = _like(losses, groups, around.found.products), min(around.measured, _MOST_DAMAGE * limit)
+            around = last if last.measured > limit else fastest_trial(trials, limit)
+            products = stand_ins(losses, groups, around.found.products)
+            damage = min(around.measured, _MOST_DAMAGE * limit)
             if losses.takes_looks:
                 within = products if math.isfinite(around.measured) else frozenset()  # else all that follows diverges
-                increases = _increases_at(losses, known, within)
+                increases = increases_at(losses, known, within)
             increases = _scaled(groups, increases, around.found.products, max(0.0, damage))
     return trials
 
 
-def _fastest_within(trials: Sequence[_Trial], limit: float) -> _Trial:
+def fastest_trial(trials: Sequence[Trial], limit: float) -> Trial:
+    """Returns the fastest of those that were measured to be within a limit.
+
+    Raises:
+      InfeasibleError: none is.
+    """
     within = [trial for trial in trials if trial.measured <= limit]
     if not within:
         least = min(trial.measured for trial in trials)
@@ -197,7 +204,7 @@ def _fastest_within(trials: Sequence[_Trial], limit: float) -> _Trial:
     return min(within, key=lambda trial: trial.found.plan.step_s)
 
 
-def _measured_losses(request: PlanRequest) -> MeasuredLosses:
+def measured_losses(request: PlanRequest) -> MeasuredLosses:
     """Returns what measures the losses of the function, or of the narrower one that stands for it."""
     options, traced_function, space = request.options, request.traced_function, request.space
     formats = options.formats
@@ -222,13 +229,13 @@ def _warn_of_overflows(losses: MeasuredLosses) -> None:
         )
 
 
-def _increases_at(losses: MeasuredLosses, groups: Sequence[ProductGroup], products: Set[FormatKey]) -> dict[str, float]:
+def increases_at(losses: MeasuredLosses, groups: Sequence[ProductGroup], products: Set[FormatKey]) -> dict[str, float]:
     """Returns what each group adds where some products of the measured function are in formats, by its name."""
     measured = [losses.groups[group.name] for group in groups if group.name in losses.groups]
     return dict(zip((g.name for g in measured), losses.increases_at(products, measured), strict=True))
 
 
-def _like(losses: MeasuredLosses, groups: Sequence[ProductGroup], products: Set[FormatKey]) -> frozenset[FormatKey]:
+def stand_ins(losses: MeasuredLosses, groups: Sequence[ProductGroup], products: Set[FormatKey]) -> frozenset[FormatKey]:
     """Returns the products of the measured function that stand for some of the searched one.
 
     They are the same where both have as many equal layers, else those at about the same depth; of each group that is in
@@ -266,12 +273,12 @@ def _scaled(
 
 def _trial(
     name: str, found: FoundFormats, groups: Sequence[ProductGroup], increases: Mapping[str, float], measured: Increase
-) -> _Trial:
-    return _Trial(name, found, increases, predicted_increase(groups, increases, found.products), *measured)
+) -> Trial:
+    return Trial(name, found, increases, predicted_increase(groups, increases, found.products), *measured)
 
 
 def _with_formats(
-    request: PlanRequest, groups: Sequence[ProductGroup], best: _Trial, trials: Sequence[_Trial], measured_by: str
+    request: PlanRequest, groups: Sequence[ProductGroup], best: Trial, trials: Sequence[Trial], measured_by: str
 ) -> Plan:
     """Returns the plan of a trial with its bounds and what is known of its formats."""
     formats, space, found = request.options.formats, request.space, best.found
