@@ -16,6 +16,7 @@ Plan of 2 embedding tables on 2 devices (model 2), H100-80GB
   bound    none: the cost is learned from 2 measured devices
   memory   1.68 KiB kept on each device, 2.81 KiB in memory of its host: arrays are as
            long as on the fullest one
+  order    rows by lookups: users (3 rows first)
   search   500 ms, finished
 
   device  pieces  lookups     rest    memory     limit      host    limit
