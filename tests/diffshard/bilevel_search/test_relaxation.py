@@ -7,8 +7,15 @@ import pytest
 
 from cost.base import Problem
 from cost.evaluation import evaluate
+from diffshard.bilevel_search import relaxation
 from diffshard.bilevel_search.base import LossPrediction
-from diffshard.bilevel_search.relaxation import best_of, cheapest_at_price, cheapest_within, dominates
+from diffshard.bilevel_search.relaxation import (
+    best_of,
+    cheapest_at_price,
+    cheapest_within,
+    dominates,
+    marginal_logits,
+)
 
 EMPTY = np.zeros((0, 2), int)
 
@@ -24,6 +31,17 @@ def test_the_least_increase_is_a_part_of_what_is_allowed():
     assert cheapest_within(problem, prediction, 0.65) == (1, 0)
     assert cheapest_within(problem, prediction, 0.75) == (0, 1)
     assert cheapest_within(problem, prediction, 0.2) == (0, 0)  # none is within it
+
+
+def test_first_logits_are_soft_minima_at_a_temperature_by_the_mean_range_of_what_differs():
+    problem = problem_of([0, 0.1, 6], [5, 5], [1], [2, 2.3, 4, np.inf])
+    found = [np.exp(np.array(row)) for row in marginal_logits(problem)]
+    temperature = relaxation._TEMPERATURE * (6 + 2) / 2  # of the nodes whose costs differ
+    for row, costs in zip(found, ([0, 0.1, 6], [5, 5], [1], [2, 2.3, 4]), strict=True):
+        weights = np.exp(-np.array(costs) / temperature)
+        expected = np.maximum(weights / weights.sum(), relaxation._LEAST_MARGINAL)
+        np.testing.assert_allclose(row[: len(costs)], expected, rtol=1e-4)
+    assert found[3][3] < 1e-3  # it is forbidden
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -24,12 +24,28 @@ def test_a_missing_plugin_is_named_with_what_to_install(monkeypatch):
         gpu_mesh({"model": 8})
 
 
-@pytest.mark.parametrize("target", [H100, A100])
-def test_the_target_in_xlas_text_form(target):
+# Source: CUDA C++ Programming Guide, technical specifications of compute capabilities 8.0 and 9.0.
+LIMITS = {
+    "threads_per_block_limit": 1024, "threads_per_warp": 32, "threads_per_core_limit": 2048,
+    "shared_memory_per_block": 49152, "block_dim_limit_x": 2147483647, "block_dim_limit_y": 65535,
+    "block_dim_limit_z": 65535, "registers_per_core_limit": 65536, "registers_per_block_limit": 65536,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "shared_kib", "version"), [(H100, 228, "9 minor: 0"), (A100, 164, "8 minor: 0")])
+def test_the_target_in_xlas_text_form(target, shared_kib, version):
     text = target.to_proto_text()
     assert text.count("{") == text.count("}") == 3
-    assert f"core_count: {target.num_cores} " in text
-    assert f"device_memory_size: {target.memory_bytes} " in text
+    device, version_of_device, *_ = text.removeprefix("gpu_device_info {").split("cuda_compute_capability { major: ")
+    assert version_of_device.startswith(version)
+    fields = dict(zip(device.split()[::2], map(float, device.split()[1::2]), strict=True))
+    own = {
+        "core_count": target.num_cores, "fpus_per_core": target.fpus_per_core, "clock_rate_ghz": target.clock_rate_ghz,
+        "memory_bandwidth": target.memory_bytes_per_s, "l2_cache_size": target.l2_cache_bytes,
+        "device_memory_size": target.memory_bytes, "shared_memory_per_core": shared_kib * 1024,
+        "shared_memory_per_block_optin": (shared_kib - 1) * 1024,
+    }  # fmt: skip
+    assert fields == {f"{name}:": value for name, value in {**LIMITS, **own}.items()}
 
 
 SCRIPT = """

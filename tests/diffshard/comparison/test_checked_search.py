@@ -5,6 +5,8 @@ import importlib.util
 import re
 import subprocess
 import sys
+import time
+import types
 from pathlib import Path
 
 import jax
@@ -207,6 +209,13 @@ def test_shardys_partitioner_notes_a_difference():
     assert not any("Shardy" in note for note in program.plan(STATE, BATCH).notes)
     free = diffshard.search(step, MESH, hardware="h100", executor="propagation", check="shardy", in_shardings=given)
     assert "(step): by propagation, Shardy's partitioner lets a device send" in free.plan(STATE, BATCH).notes[-1]
+
+
+def test_the_seconds_of_a_search_that_shardy_checks_end_with_the_check(monkeypatch):
+    monkeypatch.setattr(checked_search, "time", types.SimpleNamespace(perf_counter=lambda: began + 1000.0))
+    began = time.perf_counter()
+    plan = diffshard.search(step, MESH, hardware="h100", check="shardy").plan(STATE, BATCH)
+    assert 1000.0 - (time.perf_counter() - began) <= plan.search_s <= 1000.0 + (time.perf_counter() - began)
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from diffshard.pipelines.stage_function import StageFunction
 from diffshard.pipelines.stage_lifetimes import weigh
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import space_of, trace_function
-from search_spaces.pipelines.stage_labels import Label
+from search_spaces.pipelines.stage_labels import NUMBER, Label
 from search_spaces.pipelines.stage_programs import staged_step
 from search_spaces.pipelines.step_parts import step_parts
-from tests.diffshard.pipelines.small_pipeline import arguments, even_cuts, train_step
+from tests.diffshard.pipelines.small_pipeline import arguments, check_close, even_cuts, train_step
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,29 @@ def test_residuals_are_in_memory_until_the_backward_program_ends(staged, in_flig
     given_up = len(function.sent)  # a result takes the memory of a residual of its type, if there is one
     assert len(kept) >= len(arrays) - given_up > 0
     assert all(lifetimes.is_written[value] for value in traced.graph.stored_until)
+
+
+def test_the_function_makes_a_step_of_one_micro_batch_and_what_the_other_made():
+    traced = trace_in_microbatches(train_step, 2, BatchArguments((1,), ()), arguments(), {})
+    parts = step_parts(traced.function)
+    staged = staged_step(parts, [])
+    num_kept = len(jax.tree.leaves(arguments()[0]))  # the state, which the first results replace
+    function = StageFunction(staged, 0, 1, [i if i < num_kept else None for i in range(len(staged.inputs))])
+    array_of = dict(zip(staged.inputs, jax.tree.leaves(arguments()), strict=True))
+    other = {**array_of, NUMBER: jnp.int32(1)}
+    for kind in ("begin", "forward", "backward"):
+        program = staged.programs[Label(kind, 0)]
+        made = jax.jit(jax.extend.core.jaxpr_as_fun(program.program))(*(other[key] for key in program.reads))
+        other.update(zip(program.makes, made, strict=True))
+    kept, read = ([array_of[k] for k in keys] for keys in (function.arguments.kept, function.arguments.read))
+    assert not function.arguments.received
+    replaced, totals, _, _ = jax.jit(function)(kept, [other[a.part] for a in function.sums], [], read, [])
+    expected = jax.tree.leaves(jax.jit(train_step)(*arguments()))
+    positions = [staged.inputs.index(key) for key in function.arguments.kept]
+    assert positions == list(range(num_kept))
+    check_close(replaced, expected[:num_kept])
+    assert [a.state for a in function.sums].count("max") == 1  # the largest logit
+    assert all(total.shape == staged.avals[a.total].shape for total, a in zip(totals, function.sums, strict=True))
 
 
 def is_array(staged, key):

@@ -1,5 +1,7 @@
 """Layouts as explicit programs for each device compute what one device computes, also with layouts drawn at random."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,9 +9,10 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 
+import diffshard
 from cost.base import num_strategies
 from search_spaces.sharding import scheduling
-from tests.search_spaces.sharding.small_spaces import EXAMPLES, array, space_of
+from tests.search_spaces.sharding.small_spaces import EXAMPLES, array, hardware_of, space_of
 
 AXES = ("x", "y", "z")
 
@@ -61,6 +64,28 @@ def test_random_layouts_with_a_pause_after_every_contraction(name, seed, monkeyp
     monkeypatch.setattr(scheduling, "_LATENCIES_IN_WINDOW", 0)
     fn, avals = EXAMPLES[name]
     check(fn, avals, 10 + seed, (2, 4))
+
+
+def test_weights_that_are_transposed_and_cast_are_gathered_early(monkeypatch):
+    """What is fetched is made of what is stored, by a chain of cheap operations, a window before its product."""
+    monkeypatch.setattr(scheduling, "_LATENCIES_IN_WINDOW", 0)
+
+    def layers(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w.T.astype(jnp.bfloat16))
+        return x
+
+    avals = [array(16, 16)] * 4, array(512, 16, dtype=jnp.bfloat16)
+    arrays = jax.tree.map(lambda a: numbers(a, 0), avals)
+    hardware = dataclasses.replace(hardware_of("x", latency_s=0.0, flops_per_s=1e9), exposed_share=0.25)
+    stored = dict.fromkeys(range(4), ((0,), ()))
+    space = space_of(layers, *avals, sizes=(4,), given={**stored, 4: ((0,), ())}, hardware=hardware)
+    mesh = jax.make_mesh((4,), ("x",), (AxisType.Auto,), devices=jax.devices()[:4])
+    program = space.device_program(space.layout(diffshard.solve(space.problem, solver="exact").choice), mesh)
+    chains = {tuple(v.primitive for v in fetch.chain) for fetch in program.schedule.fetches.values()}
+    assert chains == {("transpose", "convert_element_type")}
+    found, expected = jax.jit(program)(*jax.tree.leaves(arrays))[0], jax.jit(layers)(*arrays)
+    np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(expected, np.float32), rtol=0.02, atol=0.02)
 
 
 def lookup(mode):

@@ -1,5 +1,7 @@
 """What a plan's notes say of operations that are split less than their rules allow."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -60,3 +62,15 @@ def test_what_runs_whole_in_many_trips_is_noted_however_small():
     assert notes_for(10) == ()
     (note,) = notes_for(1000)
     assert note.startswith("sort runs whole on every device (1x, ")
+
+
+def test_what_a_program_has_no_form_for_is_noted_from_1024_elements_on():
+    """A product of all numbers could be split, but the parts would have to be multiplied."""
+
+    def notes_for(size, as_program):
+        return dataclasses.replace(space_of(jnp.prod, array(size)), as_program=as_program).notes
+
+    (note,) = notes_for(1024, True)
+    assert note.startswith("reduce_prod runs whole on every device (1x, ")
+    assert 'has no form on one device\'s part. `executor="constraints"` can split it.' in note
+    assert notes_for(1024, False) == notes_for(1020, True) == ()

@@ -149,6 +149,17 @@ def test_the_price_of_a_message_by_hand():
         np.testing.assert_allclose(matrix[source, whole[1]], gather_s + maximum_s, rtol=1e-9)
         exact_s = share * costs.step_s(step, 2 * width**2, latency)
         np.testing.assert_allclose(matrix[source, whole[0]], exact_s, rtol=1e-9)
+        # The steps of the program take as long, without what is hidden.
+        choice = [next(i for i, s in enumerate(n.strategies) if not any(map(any, s.results))) for n in space.nodes]
+        choice[edge.node] = source
+        for number, num_bytes, num_maxima in ((0, 2 * width**2, 0), (1, message.num_bytes, int(is_coded))):
+            choice[vertex.index] = whole[number]
+            program = space.program_steps(space.layout(choice))
+            seconds = {"all_gather": [], "all_reduce": []}
+            for one, origin in zip(program.steps, program.origins, strict=True):
+                seconds.get(origin.kind, []).append(one.seconds)
+            np.testing.assert_allclose(seconds["all_gather"], [costs.step_s(step, num_bytes)], rtol=1e-9)
+            np.testing.assert_allclose(seconds["all_reduce"], [costs.step_s(maximum_step(0), 4.0)] * num_maxima)
 
 
 def layers_step(params, batch):

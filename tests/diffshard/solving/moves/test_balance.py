@@ -1,6 +1,7 @@
 """Moves that level loads: each lowers what it is compared by, and pairs get further than single nodes."""
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -67,6 +68,17 @@ def test_each_descent_lowers_the_cost_or_the_excess(kind):
             new_cost, new_excess = chosen_cost(flat, balance.choice), evaluate(problem, balance.choice).excess
             assert new_cost < cost or new_excess < excess
             cost, excess = new_cost, new_excess
+
+
+def test_memory_above_the_limit_is_given_up_from_any_start():
+    problem = _weights(6, 3, 3, 1, 1, limit=3)
+    flat = flatten(problem)
+    for choice in itertools.product(range(2), repeat=5):
+        balance = Balance(flat, np.random.default_rng(0))
+        balance.begin(np.array(choice))
+        cost = _cost_after(balance, problem, most_pairs=5)
+        assert evaluate(problem, balance.choice).feasible
+        assert cost == 7  # 6 + 1 and 3 + 3 + 1
 
 
 def test_balancing_reaches_the_optimum_of_problems_with_loads(monkeypatch):
