@@ -181,7 +181,7 @@ def test_what_a_product_gains_is_the_difference_of_two_choices_of_the_problem():
     )
     space, _ = space_for(layers_step, weights, x)
     space = space.with_formats({(v.index, "float8"): 1e-5 * i for i, v in enumerate(products_of(space))})
-    generator = np.random.default_rng(0)
+    generator, gains = np.random.default_rng(0), {}
     for _ in range(3):
         choice = [int(generator.integers(len(node.strategies))) for node in space.nodes]
         choice, gains = in_own_formats(space, choice), gains_s(space, choice)
