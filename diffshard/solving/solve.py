@@ -24,6 +24,7 @@ from cost.real_numbers import is_positive, real_number, whole_number
 from cost.validation import validate, with_finite_loads
 from diffshard.base import OPTIMAL_GAP, Progress, Solution, Solver
 from diffshard.deadline import Deadline
+from diffshard.public_names import did_you_mean
 from diffshard.solving import solvers
 from diffshard.solving.coarse_to_fine import run_coarse_to_fine
 from diffshard.solving.form import has_few_pairs, is_node_form, node_form
@@ -72,7 +73,8 @@ class SolveOptions(SolverOptions, total=False):
 def solver_options(options: Mapping[str, Any], names: Iterable[str] = SolverOptions.__annotations__) -> dict[str, Any]:
     """Returns all options of these names, None for those that were left out; raises `TypeError` for any other one."""
     if unknown := [name for name in options if name not in names]:
-        raise TypeError(f"`{unknown[0]}` is no argument; those for the solver are {', '.join(names)}.")
+        advice = did_you_mean(unknown[0], names) or "."
+        raise TypeError(f"`{unknown[0]}` is no argument; those for the solver are {', '.join(names)}{advice}")
     return {name: options.get(name) for name in names}
 
 
