@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -74,10 +74,12 @@ class Phase:
         ids = self.device_ids
         if ids is None:
             return
-        if len(ids) != self.mesh.size or len(set(ids)) != len(ids) or any(whole_number(i) is None for i in ids):
+        numbers = [whole_number(i) for i in ids] if isinstance(ids, Iterable) else []
+        are_known = all(number is not None and number >= 0 for number in numbers)
+        if len(numbers) != self.mesh.size or len(set(numbers)) < len(numbers) or not are_known:
             raise ValueError(
-                f"`Phase.device_ids` must be {self.mesh.size} different whole numbers, one for each device of the "
-                f"mesh, not {ids!r}."
+                f"`Phase.device_ids` must be {self.mesh.size} different whole numbers, 0 or more, one for each device "
+                f"of the mesh, not {ids!r}."
             )
 
     @property

@@ -247,6 +247,8 @@ def test_devices_of_a_phase_are_those_of_the_mesh_or_the_first():
         ({"num_steps": 1, "memory_limit_bytes": -1}, "`Phase.memory_limit_bytes` must be a positive number or None"),
         ({"num_steps": 1, "device_ids": (0, 0)}, "`Phase.device_ids` must be 2 different whole numbers"),
         ({"num_steps": 1, "device_ids": (0,)}, "`Phase.device_ids` must be 2 different whole numbers"),
+        ({"num_steps": 1, "device_ids": (-1, 0)}, r"`Phase.device_ids` must be .*, 0 or more, .*, not \(-1, 0\)"),
+        ({"num_steps": 1, "device_ids": 2}, "`Phase.device_ids` must be 2 different whole numbers, .*, not 2"),
     ],
 )
 def test_bad_phases_are_told(options, message):
