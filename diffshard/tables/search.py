@@ -163,6 +163,8 @@ def _measured_tables(
 ) -> tuple[EmbeddingTable, ...]:
     """Returns tables whose lookups are as they were measured."""
     rows = {table.name: table.rows for table in tables}
+    if not isinstance(statistics, Mapping):
+        raise TypeError(f"`statistics` must be TableStatistics by the names of tables, not {statistics!r}.")
     for name, own in statistics.items():
         if name not in rows:
             raise ValueError(f"`statistics` has {name!r}, which is no table; there are {', '.join(rows)}.")

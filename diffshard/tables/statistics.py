@@ -46,7 +46,10 @@ class TableStatistics(NamedTuple):
         Raises:
           ValueError: ids are no such integers, or no row is looked up.
         """
-        ids = np.asarray(ids)
+        try:
+            ids = np.asarray(ids)
+        except ValueError as error:  # of rows of different lengths
+            raise ValueError("`ids` must be integers `[N, P]`; `padded_ids` makes them of ragged ids.") from error
         if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
             raise ValueError(
                 f"`ids` must be integers `[N, P]`, not {ids.dtype}{list(ids.shape)}; `padded_ids` makes them of ragged "

@@ -67,6 +67,7 @@ def test_the_measured_share_of_hot_rows_is_that_of_other_ids():
     [
         (np.zeros((2, 3)), r"must be integers `\[N, P\]`, not float64\[2, 3\]"),
         (np.zeros(3, int), r"must be integers `\[N, P\]`, not int64\[3\]"),
+        ([[1, 2], [3]], r"`ids` must be integers `\[N, P\]`; `padded_ids` makes them of ragged ids"),
         (np.array([[-2]]), "has the id -2; rows are 0 or more"),
         (np.full((3, 2), -1), "look up no row"),
     ],
@@ -167,6 +168,7 @@ def test_an_order_is_as_long_as_the_last_cut_needs():
     ("options", "message"),
     [
         ({"statistics": {"others": None}}, "`statistics` has 'others', which is no table"),
+        ({"statistics": [1, 2]}, "`statistics` must be TableStatistics by the names of tables"),
         ({"statistics": {"items": (1, 2)}}, "must be made by `TableStatistics.measure`"),
         ({"access": {"items": (2.0, 1.0)}}, "`access` and `statistics` both have 'items'"),
         ({"statistics": {"items": TableStatistics.measure(np.array([[4000]]))}}, "has the id 4000; rows are 0 to 3999"),
