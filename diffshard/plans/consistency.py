@@ -78,6 +78,11 @@ def _check_residuals(plan: PlanData) -> None:
     paths = [tensor.path for tensor in plan.residuals]
     if len(keys) != len(paths) or not all(path.endswith(key) for key, path in zip(keys, paths, strict=True)):
         raise ValueError(f"`residuals` must be of the {len(keys)} operations whose sums are sent with error feedback")
+    owners = {path.removesuffix(key) for path, key in zip(paths, keys, strict=True)}
+    if len(owners) > 1 or not owners <= set(plan.parameters):
+        raise ValueError(f"`residuals` must go with one of `parameters`, {plan.parameters}, not {sorted(owners)}")
+    if any(tensor.dtype != "float32" for tensor in plan.residuals):
+        raise ValueError("`residuals` must be float32")
 
 
 def check_tensor(tensor: Tensor, axes: Iterable[str], name: str) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ from diffshard.base import PlanError
 from diffshard.plans.base import Operation, PlanData
 from search_spaces.partition_specs import IndexedSpec, indexed_spec
 from search_spaces.sharding.base import Coded, Layout, ReshardStep, ShardingStrategy
+from search_spaces.sharding.coded_sums import can_be_coded
 from search_spaces.sharding.codes import FORMATS as CODES
 from search_spaces.sharding.codes import SUMS, sums_in
 from search_spaces.sharding.execution import make_layout
@@ -61,7 +63,8 @@ def layout_of(plan: PlanData, space: ShardingSpace) -> Layout:
         strategies.append(ShardingStrategy(operands, results, parts, reductions, unreduced))
         for value, spec in zip(vertex.results, kept_specs, strict=True):
             value_specs[value.id] = spec
-    return make_layout(space.graph, strategies, value_specs).with_formats(_rounded(plan, space) | _coded(plan, space))
+    in_formats = _rounded(plan, space) | _coded(plan, space, strategies)
+    return make_layout(space.graph, strategies, value_specs).with_formats(in_formats)
 
 
 def _rounded(plan: PlanData, space: ShardingSpace) -> frozenset[FormattedProduct]:
@@ -77,15 +80,19 @@ def _rounded(plan: PlanData, space: ShardingSpace) -> frozenset[FormattedProduct
     return frozenset(rounded)
 
 
-def _coded(plan: PlanData, space: ShardingSpace) -> frozenset[Coded]:
+def _coded(plan: PlanData, space: ShardingSpace, strategies: Sequence[ShardingStrategy]) -> frozenset[Coded]:
     sums = [Coded(i, operation.sent_in) for i, operation in enumerate(plan.operations) if operation.sent_in]
     kept = [Coded(i, operation.kept_in, "kept") for i, operation in enumerate(plan.operations) if operation.kept_in]
     residuals = {residual.value.vertex for residual in space.residuals.of_value.values()} if kept else set()
     for coded in (*sums, *kept):
         vertex, operation = space.graph.vertices[coded.vertex], plan.operations[coded.vertex]
         is_kept = coded.kind == "kept"
-        known = CODES if is_kept else SUMS
-        if coded.format not in known or not (coded.vertex in residuals if is_kept else sums_in(vertex, coded.format)):
+        if is_kept:
+            can_be = coded.format in CODES and coded.vertex in residuals
+        else:
+            can_be = coded.format in SUMS and sums_in(vertex, coded.format)
+            can_be = can_be and can_be_coded(vertex, strategies[coded.vertex], coded.format, space.axis_sizes)
+        if not can_be:
             raise PlanError(
                 f"The plan {'keeps the result' if is_kept else 'sends the sums'} of {operation.signature} "
                 f"({operation.source}) in {coded.format}, in which that cannot be."

@@ -91,6 +91,30 @@ def test_the_step_carries_residuals_and_a_loop_is_the_same_with_and_without(plan
     assert step.lower(*args).compile().as_text().count("all-to-all") >= 2
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("path", "other", "must go with one of `parameters`"),
+        ("dtype", "float16", "must be float32"),
+    ],
+)
+def test_residuals_of_a_damaged_plan_are_refused(planned, field, value, message):
+    _, plan = planned
+    text = getattr(plan.residuals[0], field).replace("params", value).replace("float32", value)
+    damaged = dataclasses.replace(plan.residuals[0], **{field: text})
+    with pytest.raises(ValueError, match=message):
+        check_plan(dataclasses.replace(plan, residuals=(damaged, *plan.residuals[1:])))
+
+
+def test_a_plan_that_sends_what_is_no_sum_as_codes_is_refused(planned):
+    _, plan = planned
+    number = next(i for i, o in enumerate(plan.operations) if "dot_general" in o.signature and not o.sent_in)
+    operations = list(plan.operations)
+    operations[number] = dataclasses.replace(operations[number], sent_in="int8")
+    with pytest.raises(diffshard.PlanError, match=r"sends the sums of dot_general.* in int8, in which that cannot be"):
+        dataclasses.replace(plan, operations=tuple(operations)).apply(train_step)(*arguments())
+
+
 def test_under_another_trace_residuals_are_carried_by_a_scan(planned):
     step, plan = planned
     batches = [arguments(seed)[1] for seed in range(3)]
