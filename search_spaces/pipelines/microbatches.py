@@ -88,8 +88,8 @@ class MicrobatchedFunction:
 
     def _sums_before(self) -> list[list[Value]]:
         """Returns the sums that examples read, those first that can be made without the others."""
-        read = self._read_as_totals(self.flow.estimates)
-        remaining = {value: set(self._read_as_totals(self._makers_of(value))) - {value} for value in read}
+        read = self._read_as_totals(self.order.each)
+        remaining = {value: set(self._read_as_totals(self._steps_to([value]))) for value in read}
         levels: list[list[Value]] = []
         while remaining:
             level = [value for value, needed in remaining.items() if not needed & remaining.keys()]
@@ -99,27 +99,29 @@ class MicrobatchedFunction:
                 del remaining[value]
         return levels
 
-    def _read_as_totals(self, vertices: Iterable[int]) -> list[Value]:
-        """Returns the sums of the whole batch that operations, by their indices, read for examples."""
-        positions = ((index, i) for index in vertices for i in self.flow.estimates.get(index, ()))
-        operands = (self.graph.vertices[index].operands[i] for index, i in positions)
+    def _read_as_totals(self, steps: Iterable[Step]) -> list[Value]:
+        """Returns the sums of the whole batch that steps read for examples; loops and branches read none."""
+        pairs = (
+            (step, i) for step in steps if isinstance(step, Vertex) for i in self.flow.estimates.get(step.index, ())
+        )
+        operands = (step.operands[i] for step, i in pairs)
         return list(dict.fromkeys(operand for operand in operands if isinstance(operand, Value)))
 
-    def _makers_of(self, value: Value) -> set[int]:
-        """Returns the indices of the vertices on which a value depends."""
-        found, waiting = set[int](), [value.vertex]
+    def _steps_to(self, values: Iterable[Value]) -> list[Step]:
+        """Returns the steps of a micro-batch that lead to some values: a loop or a branch with all that it reads."""
+        each = self.order.each
+        maker = {value.id: number for number, step in enumerate(each) for value in values_of(step)}
+        found, waiting = set[int](), [value.id for value in values]
         while waiting:
-            index = waiting.pop()
-            if index not in found:
-                found.add(index)
-                waiting += [o.vertex for o in self.graph.vertices[index].operands if isinstance(o, Value)]
-        return found
+            number = maker.get(waiting.pop())
+            if number is not None and number not in found:
+                found.add(number)
+                waiting += [operand.id for operand in operands_of(each[number]) if isinstance(operand, Value)]
+        return [each[number] for number in sorted(found)]
 
     def _add_sums(self, env: Environment, sums: Sequence[Value]) -> None:
         """Makes sums over all micro-batches, and puts them into the environment for the examples that read them."""
-        makers = set[int]().union(*map(self._makers_of, sums))
-        steps = [step for step in self.order.each if any(value.vertex in makers for value in values_of(step))]
-        totals = env.get(TOTALS, {})
+        steps, totals = self._steps_to(sums), env.get(TOTALS, {})
 
         def trip(carry: list[Any], of_trip: tuple[Any, list[Any]]) -> tuple[list[Any], None]:
             inner = self._environment_of_trip(env, of_trip[1])

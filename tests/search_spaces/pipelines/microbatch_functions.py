@@ -183,6 +183,18 @@ def gradient_penalty(weights, x):
     return jax.value_and_grad(penalty)(weights)
 
 
+def means_of_loops(weights, x):
+    """Gradients of examples read means of what loops and branches make beside other results, which read more."""
+    cosine, sine = jnp.cos(x), jnp.sin(x)
+    first, second = lax.scan(lambda c, _: ((jnp.tanh(c[0]), jnp.sin(c[1])), None), (x, cosine), None, length=2)[0]
+    third, fourth = lax.cond(weights["up"][0, 0] > 5, lambda: (first, sine), lambda: (second * first, sine + 1))
+
+    def loss_fn(weights):
+        return third.mean() * ((x @ weights["up"]) ** 2).mean() + fourth.mean()
+
+    return jax.value_and_grad(loss_fn)(weights)
+
+
 def normed_input(weights, x):
     return ((x - x.mean(0)) / x.std(0)) @ weights["up"]
 
@@ -235,6 +247,7 @@ FUNCTIONS = {
     "means of groups": (lambda weights, x: jnp.sin(x.reshape(1, 8, 6, 12)).mean(1) @ weights["up"], (WEIGHTS, X)),
     "balanced routing": (balanced_routing, (WEIGHTS, X)),
     "gradient penalty": (gradient_penalty, (WEIGHTS, X)),
+    "means of loops": (means_of_loops, (WEIGHTS, X)),
     "counted loop": (counted_loop, (WEIGHTS, X)),
     "carried key": (carried_key, (WEIGHTS, X)),
     "balanced experts": (balanced_experts, (jnp.stack([jnp.eye(12)] * 3), X)),
