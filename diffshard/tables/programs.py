@@ -9,14 +9,12 @@ Updates are those of row-wise Adagrad. Changes are computed in the branch of eac
 branch XLA would copy the whole array. A row's gradient meets the squares of its other columns in one sum over devices,
 so that the state is that of a whole table.
 
-Letters for sizes: D devices, b examples of one device, B = D · b, P ids, A rows of U columns, n rows of W columns.
-
 A row of a piece is some U-rows of a device's array of numbers `[A, U]`. A slice of the array that is changed and put
 back would be a copy of the whole piece, in time and in memory. So rows are gathered from the array itself and scattered
 into it, which XLA does in place where the array is donated, but not inside of a branch. On CPUs it converts arrays of
 16-bit numbers whole.
 
-Letters for sizes: A rows of U columns, n rows of C columns.
+Letters for sizes: D devices, b examples of one device, B = D · b, P ids, A rows of U columns, n rows of W columns.
 """
 
 import functools
@@ -325,12 +323,12 @@ def _joined(parts: Sequence[Rows], size: int, nowhere: int, *columns: int) -> Ro
 
 
 def gathered_rows(numbers: jax.Array, first: jax.Array, columns: int) -> jax.Array:
-    """Returns rows of a piece, `[n, C]`.
+    """Returns rows of a piece, `[n, W]`.
 
     Args:
       numbers: `[A, U]`.
       first: the first U-row of each row, `[n]` integers below A.
-      columns: C, a multiple of U.
+      columns: W, a multiple of U.
     """
     unit = numbers.shape[1]
     names = lax.GatherDimensionNumbers(offset_dims=(1, 2), collapsed_slice_dims=(), start_index_map=(0,))
@@ -345,7 +343,7 @@ def changed_rows(numbers: jax.Array, first: jax.Array, changes: jax.Array) -> ja
     Args:
       numbers: `[A, U]`; changed in place where it is donated, and not in a branch.
       first: the first U-row of each row, `[n]` integers, each once; those from A on are left out.
-      changes: `[n, C]` float32.
+      changes: `[n, W]` float32.
     """
     num_rows, unit = numbers.shape
     names = lax.ScatterDimensionNumbers(
