@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from diffshard.base import PlanError
 from diffshard.plans.base import PlanData, Tensor
 from diffshard.sharding_search.call import Structure
+from diffshard.sharding_search.options import with_automatic_axes
 from diffshard.sharding_search.placing_arrays import parameter_of
 from diffshard.sharding_search.tracing import TracedFunction
 from search_spaces.partition_specs import named_spec
@@ -119,6 +120,7 @@ def placed_residuals(plan: PlanData, mesh: Mesh, residuals: Mapping[str, Any]) -
         elif jnp.shape(array) == shape:
             placed[key] = jax.device_put(array, sharding)
         else:
+            array = _with_automatic_axes(array)
             if not isinstance(array, jax.Array) or array.sharding.device_set != sharding.device_set:
                 of_one = NamedSharding(mesh, PartitionSpec(None, *sharding.spec[1:]))
                 array = jax.device_put(refitted(array, (1, *shape[1:])), of_one)
@@ -130,6 +132,13 @@ def placed_residuals(plan: PlanData, mesh: Mesh, residuals: Mapping[str, Any]) -
             stacklevel=4,
         )
     return placed
+
+
+def _with_automatic_axes(array: Any) -> Any:
+    """Returns an array whose type says nothing of how it is split, which a reshape of explicit axes would need."""
+    if not isinstance(array, jax.Array) or not isinstance(array.sharding, NamedSharding):
+        return array
+    return jax.device_put(array, NamedSharding(with_automatic_axes(array.sharding.mesh), array.sharding.spec))
 
 
 def with_residuals(plan: PlanData, result: Any, residuals: Sequence[Any]) -> Any:

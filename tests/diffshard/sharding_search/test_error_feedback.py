@@ -159,6 +159,27 @@ def test_residuals_go_to_plans_of_other_meshes(planned):
         assert isinstance(exact.shard(state), dict)
 
 
+def test_residuals_that_explicit_axes_split_go_to_plans_of_other_meshes():
+    def planned_on(sizes, spec):
+        mesh = jax.make_mesh(sizes, ("data", "model"), (AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+        hardware = dataclasses.replace(
+            slow_links(mesh), links=dict.fromkeys(("data", "model"), diffshard.Link(0.0, 1e-6))
+        )
+        shardings = NamedSharding(mesh, spec), NamedSharding(mesh, P("data"))
+        formats = diffshard.formats.Formats(1.0, **FORMATS)
+        step = diffshard.search(train_step, mesh, hardware=hardware, formats=formats, in_shardings=shardings)
+        return step, step.plan(*arguments())
+
+    step, plan = planned_on((2, 2), P(None, "model"))
+    assert any("model" in axes for tensor in plan.residuals for axes in tensor.spec[1:])
+    state, _ = step(*plan.shard(*arguments()))
+    other, other_plan = planned_on((4, 1), P("data"))
+    moved = other_plan.shard(state)
+    for key, lacking in total(moved).items():
+        np.testing.assert_allclose(lacking, total(state)[key], rtol=1e-5, atol=1e-6)
+    assert isinstance(other(moved, other_plan.shard(batch=arguments(1)[1]))[0], diffshard.formats.Carried)
+
+
 def test_one_device_measures_the_losses_of_the_program(planned):
     args, steps = arguments(), 6
     options = Options(fn=train_step, mesh=mesh_of(), hardware=slow_links(mesh_of()), memory_limit_bytes=1e12)
