@@ -110,14 +110,17 @@ def placed_residuals(plan: PlanData, mesh: Mesh, residuals: Mapping[str, Any]) -
     Those of a plan with another mesh or other shardings are divided anew, so that each sum lacks as much as before.
 
     Args:
-      residuals: of any plan of the same function; what is missing is 0.
+      residuals: of any plan of the same function; what is missing is 0. Those of another version of the function, whose
+        sums have other sizes, are left out.
     """
-    placed, shardings = {}, residual_shardings(plan, mesh)
+    placed, shardings, used = {}, residual_shardings(plan, mesh), set[str]()
     for tensor, (key, sharding) in zip(plan.residuals, shardings.items(), strict=True):
         array, shape = residuals.get(key), tensor.shape
-        if array is None:
+        if array is None or math.prod(jnp.shape(array)[1:]) != math.prod(shape[1:]):
             placed[key] = jax.jit(lambda shape=shape: jnp.zeros(shape, jnp.float32), out_shardings=sharding)()
-        elif jnp.shape(array) == shape:
+            continue
+        used.add(key)
+        if jnp.shape(array) == shape:
             placed[key] = jax.device_put(array, sharding)
         else:
             array = _with_automatic_axes(array)
@@ -125,10 +128,10 @@ def placed_residuals(plan: PlanData, mesh: Mesh, residuals: Mapping[str, Any]) -
                 of_one = NamedSharding(mesh, PartitionSpec(None, *sharding.spec[1:]))
                 array = jax.device_put(refitted(array, (1, *shape[1:])), of_one)
             placed[key] = jax.jit(refitted, static_argnums=1, out_shardings=sharding)(array, shape)
-    if dropped := sorted(residuals.keys() - placed.keys()):
+    if dropped := residuals.keys() - used:
         warnings.warn(
-            f"The plan sends {len(dropped)} of the sums without error feedback whose residuals are given: what was not "
-            "sent of them yet is left out.",
+            f"The plan sends {len(dropped)} of the sums without error feedback whose residuals are given, or they have "
+            "another size there: what was not sent of them yet is left out.",
             stacklevel=4,
         )
     return placed

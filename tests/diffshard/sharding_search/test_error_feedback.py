@@ -159,6 +159,14 @@ def test_residuals_go_to_plans_of_other_meshes(planned):
         assert isinstance(exact.shard(state), dict)
 
 
+def test_residuals_of_sums_of_another_size_are_left_out(planned):
+    _, plan = planned
+    others = {key: jnp.ones((4, 8, 8)) for key in plan.shard(arguments()[0]).residuals}
+    with pytest.warns(UserWarning, match="2 of the sums .* another size there"):
+        state = plan.shard(diffshard.formats.Carried(arguments()[0], others))
+    assert not any(map(np.any, state.residuals.values()))
+
+
 def test_residuals_that_explicit_axes_split_go_to_plans_of_other_meshes():
     def planned_on(sizes, spec):
         mesh = jax.make_mesh(sizes, ("data", "model"), (AxisType.Explicit,) * 2, devices=jax.devices()[:4])
