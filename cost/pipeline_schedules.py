@@ -201,8 +201,9 @@ def schedule_graph(order: Order, num_microbatches: int) -> ScheduleGraph:
             raise ValueError("The devices of this schedule wait for each other for ever.")
     none = len(kinds)
     pairs = [[none if number is None else number for number in pair] for pair in predecessors]
-    arrays = (np.array(values) for values in (kinds, stages, microbatches, pairs))
-    return ScheduleGraph(num_stages, num_microbatches, *arrays, np.array([device[s] for s in range(num_stages)]))
+    devices = [device[s] for s in range(num_stages)]
+    arrays = [np.array(values) for values in (kinds, stages, microbatches, pairs, devices)]
+    return ScheduleGraph(num_stages, num_microbatches, *arrays)
 
 
 def _resource(kind: int, stage: int, device: Mapping[int, int]) -> tuple[int, ...]:

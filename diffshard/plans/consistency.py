@@ -19,6 +19,9 @@ _LEAST_S = 1e-12  # of seconds that are compared: less is rounding
 _TYPES = r"(?:[\w<>]+\[[\d, ]*\](?:, )?)*"
 _SIGNATURE = re.compile(rf"[^()]+\({_TYPES}\) -> {_TYPES}")
 
+_RESIDUAL = re.compile(r"(?P<owner>.+)\.residuals\['(?P<number>\d+) of (?P<digest>[0-9a-f]{8})'\]")
+"""The path of a residual, see `diffshard.sharding_search.carried`."""
+
 
 def check_plan(plan: PlanData, distinct: Iterable[int] | None = None) -> None:
     """Checks that the fields of a plan fit each other; that they have the right types is known.
@@ -74,11 +77,11 @@ def _check_positions(plan: PlanData) -> None:
 
 
 def _check_residuals(plan: PlanData) -> None:
-    keys = [f".residuals['{i}']" for i, operation in enumerate(plan.operations) if has_feedback(operation.sent_in)]
-    paths = [tensor.path for tensor in plan.residuals]
-    if len(keys) != len(paths) or not all(path.endswith(key) for key, path in zip(keys, paths, strict=True)):
-        raise ValueError(f"`residuals` must be of the {len(keys)} operations whose sums are sent with error feedback")
-    owners = {path.removesuffix(key) for path, key in zip(paths, keys, strict=True)}
+    numbers = [str(i) for i, operation in enumerate(plan.operations) if has_feedback(operation.sent_in)]
+    parts = [_RESIDUAL.fullmatch(tensor.path) for tensor in plan.residuals]
+    if [part and part["number"] for part in parts] != numbers or len({part["digest"] for part in parts if part}) > 1:
+        raise ValueError(f"`residuals` must be of the {len(numbers)} operations that send sums with error feedback")
+    owners = {part["owner"] for part in parts if part}
     if len(owners) > 1 or not owners <= set(plan.parameters):
         raise ValueError(f"`residuals` must go with one of `parameters`, {plan.parameters}, not {sorted(owners)}")
     if any(tensor.dtype != "float32" for tensor in plan.residuals):

@@ -4,6 +4,7 @@ A step with residuals takes and returns `Carried` in the place of its state, and
 state itself, so that a training loop is the same for all plans. `Plan.shard` makes the one of the other.
 """
 
+import hashlib
 import math
 import warnings
 from collections import Counter
@@ -23,6 +24,7 @@ from diffshard.sharding_search.placing_arrays import parameter_of
 from diffshard.sharding_search.tracing import TracedFunction
 from search_spaces.partition_specs import named_spec
 from search_spaces.sharding.base import Layout
+from search_spaces.sharding.graph import Graph, Value
 from search_spaces.sharding.space import ShardingSpace
 from search_spaces.sharding.sum_residuals import refitted, residuals_of
 
@@ -32,8 +34,9 @@ class Carried(NamedTuple):
 
     Attributes:
       state: the user's own.
-      residuals: what devices have not sent yet of each sum that is sent with error feedback, float32, by the number of
-        its operation in the plan, `[devices, trips of loops, value]`.
+      residuals: what devices have not sent yet of each sum that is sent with error feedback, float32,
+        `[devices, trips of loops, value]`. Its key is the number of its operation and a hash of how the operations of
+        the step depend on each other, so that after an edit no residual goes to another sum.
     """
 
     state: Any
@@ -51,11 +54,21 @@ def carrying_parameter(traced_function: TracedFunction) -> str | None:
 
 def planned_residuals(traced_function: TracedFunction, space: ShardingSpace, layout: Layout) -> tuple[Tensor, ...]:
     """Returns the residuals of a layout as arrays of a plan."""
-    name = carrying_parameter(traced_function)
+    name, digest = carrying_parameter(traced_function), _digest_of_dependencies(space.graph)
     return tuple(
-        Tensor(f"{name}.residuals['{r.vertex}']", r.shape, "float32", named_spec(r.spec, space.axis_names))
+        Tensor(f"{name}.residuals['{r.vertex} of {digest}']", r.shape, "float32", named_spec(r.spec, space.axis_names))
         for r in residuals_of(space.reshard_costs.path, space.graph, layout)
     )
+
+
+def _digest_of_dependencies(graph: Graph) -> str:
+    """Returns a hash of the operations of a function and of what they read, whatever the shapes are."""
+    digest = hashlib.blake2b(digest_size=4)
+    for vertex in graph.vertices:
+        read = [operand.id if isinstance(operand, Value) else None for operand in vertex.operands]
+        digest.update(f"{vertex.kind} {vertex.primitive} {read}\n".encode())
+    digest.update(str([output.id if isinstance(output, Value) else None for output in graph.outputs]).encode())
+    return digest.hexdigest()
 
 
 def residual_key(tensor: Tensor) -> str:
@@ -110,8 +123,8 @@ def placed_residuals(plan: PlanData, mesh: Mesh, residuals: Mapping[str, Any]) -
     Those of a plan with another mesh or other shardings are divided anew, so that each sum lacks as much as before.
 
     Args:
-      residuals: of any plan of the same function; what is missing is 0. Those of another version of the function, whose
-        sums have other sizes, are left out.
+      residuals: of any plan of the same function; what is missing is 0. Those of another version of the function are
+        left out.
     """
     placed, shardings, used = {}, residual_shardings(plan, mesh), set[str]()
     for tensor, (key, sharding) in zip(plan.residuals, shardings.items(), strict=True):
@@ -130,8 +143,8 @@ def placed_residuals(plan: PlanData, mesh: Mesh, residuals: Mapping[str, Any]) -
             placed[key] = jax.jit(refitted, static_argnums=1, out_shardings=sharding)(array, shape)
     if dropped := residuals.keys() - used:
         warnings.warn(
-            f"The plan sends {len(dropped)} of the sums without error feedback whose residuals are given, or they have "
-            "another size there: what was not sent of them yet is left out.",
+            f"{len(dropped)} of the residuals that are given are of sums that are sent without error feedback here, or "
+            "of another version of the function: what was not sent of them yet is left out.",
             stacklevel=4,
         )
     return placed

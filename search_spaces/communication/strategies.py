@@ -70,7 +70,8 @@ class ErrorFeedback:
     """The gradient is sent as codes; what rounding loses is added to the gradient of the next step.
 
     Source: Seide et al., "1-bit stochastic gradient descent" (2014). What the rounding of the sums loses is fed back
-    too, as in Tang et al., "1-bit Adam" (2021).
+    too, as in Tang et al., "1-bit Adam" (2021). What is not finite is lost and not fed back: otherwise one overflow
+    would stay in every later gradient, though the training leaves out its step.
     """
 
     precision: Precision
@@ -85,7 +86,8 @@ class ErrorFeedback:
         operand, cast_loss = with_residual(x, residual)
         y, rounding_loss = run_encoded(collective, operand, self.precision, key)
         assert rounding_loss is not None, "gradients are summed by reductions, which have a residual"
-        return y, rounding_loss + cast_loss
+        residual = rounding_loss + cast_loss
+        return y, jnp.where(jnp.isfinite(residual), residual, 0)
 
     def stages(self, collective, shape, dtype):  # noqa: D102
         return stages_of(collective, shape, dtype, self.precision)

@@ -5,6 +5,7 @@ import functools
 import itertools
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -281,7 +282,8 @@ def test_tables_go_with_what_keeps_their_mesh_and_the_whole_batch():
 
     ids = {"words": jnp.zeros((16, 2), int)}
     args = SHAPES[0], table_plan.init(jax.random.key(0)), {"x": jax.ShapeDtypeStruct((16, 16), "float32"), "ids": ids}
-    for options in ({}, {"remat": "search"}, {"objective": lambda step: step.seconds}):
+    each: tuple[dict[str, Any], ...] = ({}, {"remat": "search"}, {"objective": lambda step: step.seconds})
+    for options in each:
         assert diffshard.search(with_lookup, mesh(), hardware="h100", **options).plan(*args).step_s > 0
     with pytest.raises(ValueError, match=r"A shard_map .* lookup of tables .* give `mesh`, not `devices`"):
         diffshard.search(with_lookup, devices=8, hardware="h100").plan(*args)

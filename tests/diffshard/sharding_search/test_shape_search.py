@@ -203,7 +203,7 @@ UNLIKE = diffshard.Cluster([diffshard.Hosts(1, 8, "a100"), diffshard.Hosts(1, 8,
         (
             {"devices": UNLIKE},
             ValueError,
-            "must be a cluster of one kind .* 1 hosts of 8 x A100-80GB, 1 hosts of 8",
+            "must be a cluster of one kind .* 1 host of 8 x A100-80GB, 1 host of 8",
         ),
         ({"devices": "all"}, TypeError, "`devices` must be a number of devices, a sequence of JAX devices or a Clus"),
         ({"devices": []}, ValueError, "`devices` is empty"),

@@ -69,14 +69,16 @@ def test_one_device_sums_parts_as_devices_do_in_several_steps(name):
     space, mesh = space_for(product, args, (4,))
     (vertex,) = summed(space)
     strategies, rule = space.nodes[vertex.index].strategies, space.rules[vertex.index]
+    assert rule is not None
     number = next(i for i, s in enumerate(strategies) if [step.kind for step in s.reductions[0]] == ["reduce_scatter"])
     program = jax.jit(program_with(space, mesh, vertex, number, f"{name} with error feedback"))
     (form,) = space.device_program(program_layout(space, vertex, number, name), mesh).residuals.values()
-    of_parts, of_devices = part_residuals(vertex, rule, 4), jnp.zeros(form.shape)
+    result, of_parts, of_devices = None, part_residuals(vertex, rule, 4), jnp.zeros(form.shape)
     for _ in range(3):
         result, of_parts = sum_in_parts(vertex, rule, args, 4, FORMATS[name], of_parts)
         on_devices, of_devices = program(*args, of_devices)
         np.testing.assert_allclose(result, on_devices, rtol=1e-5, atol=1e-4)
+    assert result is not None
     assert not np.allclose(result, sum_in_parts(vertex, rule, args, 4, FORMATS[name])[0], atol=1e-3)
 
 
