@@ -191,7 +191,7 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
     check_pairs(locals())
     compiler, checks_numbers = checks_of(check)
     of_both: dict[str, Any] = {  # searches, for shardings and for pipelines
-        **solver_options(options),
+        **solver_options(options, function=search),
         "in_shardings": in_shardings,
         "donate_argnums": donate_argnums,
         "donate_argnames": donate_argnames,

@@ -125,7 +125,11 @@ def baseline_plans(
         unknown = [name for name in names or () if name not in BASELINES]
         if unknown:
             raise ValueError(f"`names` must be some of {', '.join(BASELINES)}, not {unknown[0]!r}.")
-        of_both = {"donate_argnums": donate_argnums, "static_argnums": static_argnums, **solver_options(options)}
+        of_both = {
+            "donate_argnums": donate_argnums,
+            "static_argnums": static_argnums,
+            **solver_options(options, function=baseline_plans),
+        }
         asked_for = options_of(fn, mesh, hardware, memory_limit_bytes, executor="propagation", **of_both)
         wanted: _Wanted = {
             "names": tuple(BASELINES) if names is None else names,

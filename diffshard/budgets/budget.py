@@ -75,7 +75,11 @@ def budget(
     with errors_for_all(mesh, what):
         _check(phases, move_link)
         of_all: dict[str, Any] = {"in_shardings": in_shardings, "remat": remat, "progress": "none"}
-        of_all |= {"donate_argnums": donate_argnums, "static_argnums": static_argnums, **solver_options(options)}
+        of_all |= {
+            "donate_argnums": donate_argnums,
+            "static_argnums": static_argnums,
+            **solver_options(options, function=budget),
+        }
         all_options = [options_of(fn, p.mesh, p.hardware, p.memory_limit_bytes, **of_all) for p in phases]
         processes = processes_of(mesh)
         requests = processes.alike(

@@ -8,6 +8,7 @@ tests find it.
 
 import functools
 import importlib
+import inspect
 import math
 import pkgutil
 import time
@@ -70,10 +71,22 @@ class SolveOptions(SolverOptions, total=False):
     progress: Progress | None
 
 
-def solver_options(options: Mapping[str, Any], names: Iterable[str] = SolverOptions.__annotations__) -> dict[str, Any]:
-    """Returns all options of these names, None for those that were left out; raises `TypeError` for any other one."""
+def solver_options(
+    options: Mapping[str, Any],
+    names: Iterable[str] = SolverOptions.__annotations__,
+    function: Callable[..., Any] | None = None,
+) -> dict[str, Any]:
+    """Returns all options of these names, None for those that were left out.
+
+    Args:
+      function: that was given the options; an error proposes its own arguments as well.
+
+    Raises:
+      TypeError: there is any other option.
+    """
     if unknown := [name for name in options if name not in names]:
-        advice = did_you_mean(unknown[0], names) or "."
+        own = () if function is None else inspect.signature(function).parameters
+        advice = did_you_mean(unknown[0], (*own, *names)) or "."
         raise TypeError(f"`{unknown[0]}` is no argument; those for the solver are {', '.join(names)}{advice}")
     return {name: options.get(name) for name in names}
 

@@ -58,6 +58,8 @@ def test_foreign_files_are_refused(tmp_path, text, message):
         ({"hardware": SLOW, "memory_limit_bytes": "1"}, ValueError, "`memory_limit_bytes` .*not '1'"),
         ({"hardware": SLOW, "key": 10**23}, ValueError, "`key` must be a seed below 2\\^63"),
         ({"hardware": SLOW, "key": "seed"}, ValueError, "`key` must be a seed.*'seed'"),
+        ({"harware": SLOW}, TypeError, "`harware` is no argument.*Did you mean 'hardware'?"),
+        ({"hardware": SLOW, "memory_limit": 1e9}, TypeError, "`memory_limit` .*Did you mean 'memory_limit_bytes'?"),
     ],
 )
 def test_bad_options_are_refused_before_tracing(options, error, message):
