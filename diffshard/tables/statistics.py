@@ -64,6 +64,12 @@ class TableStatistics(NamedTuple):
         order = np.argsort(-counts, kind="stable")
         return cls(len(ids), int(is_id.any(axis=1).sum()), rows[order].astype(np.int64), counts[order])
 
+    def __repr__(self) -> str:
+        return (
+            f"<TableStatistics of {self.num_examples} examples: {len(self.counts)} rows looked up, "
+            f"{self.pooling_factor:.3g} ids of an example, {self.coverage:.0%} of examples have some>"
+        )
+
     @property
     def pooling_factor(self) -> float:
         """Ids of one example, on average."""

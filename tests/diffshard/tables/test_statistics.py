@@ -35,6 +35,9 @@ def test_a_sample_by_hand():
     assert found.counts.tolist() == [3, 2, 1]
     assert (found.pooling_factor, found.coverage, found.unseen_share) == (6 / 4, 3 / 4, 1 / 6)
     np.testing.assert_allclose(found.cumulative, [3 / 6, 5 / 6, 1])
+    assert repr(found) == (
+        "<TableStatistics of 4 examples: 3 rows looked up, 1.5 ids of an example, 75% of examples have some>"
+    )
     # Rows 7, 3 and 0 come first; a sixth of the lookups goes to the 5 rows that are not in the sample.
     np.testing.assert_allclose(found.access(8), [5 / 12, 5 / 18, 5 / 36, *[1 / 30] * 5])
     all_seen = TableStatistics.measure(np.array([[0, 1, 1]]))
