@@ -122,10 +122,10 @@ _KILLED = """
 import signal
 import time
 
-from diffshard import coordination
+from diffshard import agreement
 from diffshard.processes import Processes, all_processes
 
-coordination.PULSE_S, coordination.SILENCE_S = 0.2, 3.0
+agreement.PULSE_S, agreement.SILENCE_S = 0.2, 3.0
 all_processes().check_alike("begin", {})
 if process == 2:
     os.kill(os.getpid(), signal.SIGKILL)
