@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from search_spaces.sharding.mapped_collectives import MappedCollectives
@@ -18,7 +18,7 @@ SLOWEST_IS_X = MappedCollectives(NAMES, SIZES, lambda axis, num_bytes: num_bytes
 
 def mapped(body):
     """A `shard_map` of blocks `[16, 8]` on a mesh of 2 x 4 devices."""
-    mesh = AbstractMesh(SIZES, NAMES)
+    mesh = AbstractMesh(SIZES, NAMES, axis_types=(AxisType.Auto,) * len(NAMES))
     return jax.shard_map(body, mesh=mesh, in_specs=P("x", "y"), out_specs=P("x", "y"), check_vma=False)
 
 
