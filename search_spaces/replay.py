@@ -5,7 +5,7 @@ the results back. A replay changes something on the way (shardings, collectives)
 was traced, with the user's source lines and name scopes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -110,6 +110,41 @@ def while_operands(equation: core.JaxprEqn, operands: Sequence[Any]) -> WhileOpe
     operands, first_of_body = list(operands), equation.params["cond_nconsts"]
     first_carry = first_of_body + equation.params["body_nconsts"]
     return WhileOperands(operands[:first_of_body], operands[first_of_body:first_carry], operands[first_carry:])
+
+
+def traced_again(program: core.ClosedJaxpr, run: Callable[..., Any]) -> core.ClosedJaxpr:
+    """Traces a function of as many arrays as a program has, of the same types."""
+    types = (jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in program.in_avals)
+    return jax.make_jaxpr(run)(*types)
+
+
+def without_calls(program: core.ClosedJaxpr, calls: Mapping[str, str] = CALLS) -> core.ClosedJaxpr:
+    """Returns a program in which the equations of the programs that it calls stand in place of the calls.
+
+    Args:
+      program: the one that calls.
+      calls: names of primitives that call a jaxpr, with the parameter that holds it.
+    """
+    if not any(equation.primitive.name in calls for equation in program.jaxpr.eqns):
+        return program
+    return traced_again(program, lambda *operands: _run_without_calls(program.jaxpr, program.consts, operands, calls))
+
+
+def _run_without_calls(
+    jaxpr: Any, consts: Sequence[Any], operands: Sequence[Any], calls: Mapping[str, str]
+) -> list[Any]:
+    env = {**dict(zip(jaxpr.constvars, consts, strict=True)), **dict(zip(jaxpr.invars, operands, strict=True))}
+    for equation in jaxpr.eqns:
+        given = [atom.val if isinstance(atom, core.Literal) else env[atom] for atom in equation.invars]
+        called = equation.params.get(calls.get(equation.primitive.name, ""))
+        with context_of(equation):
+            if called is None:
+                made = bind(equation, given)
+            else:
+                inner = (called.jaxpr, called.consts) if isinstance(called, core.ClosedJaxpr) else (called, ())
+                made = _run_without_calls(*inner, given, calls)
+        env.update(zip(equation.outvars, made, strict=True))
+    return [atom.val if isinstance(atom, core.Literal) else env[atom] for atom in jaxpr.outvars]
 
 
 def custom_vjp_with_tangents(equation: core.JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:

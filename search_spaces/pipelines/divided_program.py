@@ -8,12 +8,11 @@ fission): the trips of the first one also leave, stacked, what the trips of the 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-import jax
 from jax.extend import core
 
 from cost.compute import CONTRACTIONS
 from search_spaces.pipelines.forward_backward import num_bytes
-from search_spaces.replay import CALLS, REMAT, bind, context_of, scan_again, scan_operands
+from search_spaces.replay import CALLS, REMAT, bind, context_of, scan_again, scan_operands, without_calls
 
 _MOVEMENT = ("transpose", "reshape", "broadcast_in_dim", "squeeze", "iota", "convert_element_type")
 """What the second part does itself again, if it reads no more than it makes."""
@@ -23,7 +22,7 @@ class DividedProgram:
     """A program in two parts.
 
     Args:
-      program: without calls of other programs, as `without_calls` returns it.
+      program: without calls of other programs and without rematerialisation, as `flattened` returns it.
       is_first: for each result, whether the first part makes it.
       only_first: positions of operands that the second part does not have.
 
@@ -140,7 +139,7 @@ class _DividedScan:
 
     def __init__(self, equation: core.JaxprEqn, is_first: Sequence[bool]):
         self._equation, self._is_first = equation, list(is_first)
-        body = without_calls(equation.params["jaxpr"])
+        body = flattened(equation.params["jaxpr"])
         inner = scan_operands(equation, body.jaxpr.invars)
         self._num_constants, self._num_carries = len(inner.constants), len(inner.carries)
         while True:  # what the first scan carries, it has to make
@@ -200,31 +199,9 @@ class _DividedScan:
         return [next(own) if first == is_first else None for first in self._is_first[: self._num_carries]]
 
 
-def without_calls(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """Returns a program in which the equations of other programs that it calls stand in place of the calls.
-
-    What is rematerialised stands there too: the part that reads it decides what is kept.
-    """
-    inner = {**CALLS, **dict.fromkeys(REMAT, "jaxpr")}
-    if not any(equation.primitive.name in inner for equation in program.jaxpr.eqns):
-        return program
-
-    def run(jaxpr: Any, consts: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-        env = {**dict(zip(jaxpr.constvars, consts, strict=True)), **dict(zip(jaxpr.invars, operands, strict=True))}
-        for equation in jaxpr.eqns:
-            given = [_array(env, v) for v in equation.invars]
-            called = equation.params.get(inner.get(equation.primitive.name, ""))
-            with context_of(equation):
-                if called is None:
-                    made = bind(equation, given)
-                else:
-                    is_closed = isinstance(called, core.ClosedJaxpr)
-                    made = run(called.jaxpr if is_closed else called, called.consts if is_closed else (), given)
-            env.update(zip(equation.outvars, made, strict=True))
-        return [_array(env, v) for v in jaxpr.outvars]
-
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in program.in_avals]
-    return jax.make_jaxpr(lambda *operands: run(program.jaxpr, program.consts, operands))(*shapes)
+def flattened(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """Returns a program without calls and without rematerialisation: what each part reads decides what is kept."""
+    return without_calls(program, {**CALLS, **dict.fromkeys(REMAT, "jaxpr")})
 
 
 def _is_cheap(equation: core.JaxprEqn) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from search_spaces.replay import CALLS, REMAT, bind, context_of
+from search_spaces.replay import REMAT, bind, context_of, traced_again, without_calls
 
 _MOST_ELEMENTS = 2**22
 """How many indices are computed at most to see whether they are the numbers of rows; they take 16 MiB."""
@@ -44,14 +44,9 @@ def with_own_rows(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """
     if not _names_several(program.jaxpr):
         return program
-    flat = _traced_again(program, partial(_without_calls, program.jaxpr, program.consts))
+    flat = without_calls(program)
     level = _Level(flat.jaxpr, flat.consts)
-    return _traced_again(flat, level.run) if level.changes else program
-
-
-def _traced_again(program: core.ClosedJaxpr, run: Callable[..., Any]) -> core.ClosedJaxpr:
-    avals = [v.aval for v in program.jaxpr.invars]
-    return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals))
+    return traced_again(flat, level.run) if level.changes else program
 
 
 def _names_several(jaxpr: Any) -> bool:
@@ -68,20 +63,6 @@ def _names_several(jaxpr: Any) -> bool:
 def _names_of(equation: core.JaxprEqn) -> _Names | None:
     name = equation.primitive.name
     return _GATHER if name == "gather" else _SCATTER if name.startswith("scatter") else None
-
-
-def _without_calls(jaxpr: Any, consts: Sequence[Any], *arrays: Any) -> list[Any]:
-    """Runs a jaxpr with the equations of its calls in place of them."""
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, arrays, strict=True))
-    for equation in jaxpr.eqns:
-        operands = [env[v] if isinstance(v, core.Var) else v.val for v in equation.invars]
-        inner = equation.params.get(CALLS.get(equation.primitive.name, ""))
-        with context_of(equation):
-            is_call = isinstance(inner, core.ClosedJaxpr)
-            results = _without_calls(inner.jaxpr, inner.consts, *operands) if is_call else bind(equation, operands)
-        env.update(zip(equation.outvars, results, strict=True))
-    return [env[v] if isinstance(v, core.Var) else v.val for v in jaxpr.outvars]
 
 
 class _Level:

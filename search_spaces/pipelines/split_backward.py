@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from search_spaces.pipelines.divided_program import DividedProgram, without_calls
+from search_spaces.pipelines.divided_program import DividedProgram, flattened
 from search_spaces.pipelines.recomputed_programs import traced_program
 from search_spaces.pipelines.stage_labels import PROGRAM_KINDS, Key, Label
 from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
@@ -53,7 +53,7 @@ def _halves(staged: StagedStep, program: StageProgram, avals: dict[Key, Any]) ->
     is_sent = [key not in parts and bool(staged.readers.get(key, frozenset()) - {stage}) for key in program.makes]
     if not any(is_sent):
         return [replace(program, label=later)]
-    divided = DividedProgram(without_calls(program.program), is_sent)
+    divided = DividedProgram(flattened(program.program), is_sent)
     shapes = [jax.ShapeDtypeStruct(avals[key].shape, avals[key].dtype) for key in program.reads]
     _, left = jax.eval_shape(lambda *arrays: divided.first(arrays), *shapes)
     between = [(_BETWEEN, stage, number) for number in range(len(left))]

@@ -20,7 +20,7 @@ from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.spec import shards
 
 BYTES = 4
-"""Of a number of a residual, which is float32."""
+"""Bytes of one number of a residual: float32."""
 
 
 class SumResidual(NamedTuple):

@@ -8,7 +8,7 @@ from jax import lax
 from jax.extend import core
 
 from cost.compute import equation_work, inner_jaxprs
-from search_spaces.pipelines.divided_program import DividedProgram, without_calls
+from search_spaces.pipelines.divided_program import DividedProgram, flattened
 
 LAYERS, WIDTH, KEY = 3, 6, jax.random.key(0)
 WEIGHTS = {
@@ -70,7 +70,7 @@ def product_flops(jaxpr, trips=1):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_halves_give_the_results_of_the_whole_and_run_each_product_once(name):
     program, operands = backward_of(FUNCTIONS[name])
-    divided = DividedProgram(without_calls(program), [True, False, False, False])
+    divided = DividedProgram(flattened(program), [True, False, False, False])
     (x,), left = divided.first(operands)
     weights = divided.second(operands, left)
     expected = core.jaxpr_as_fun(program)(*operands)
@@ -86,7 +86,7 @@ def test_halves_give_the_results_of_the_whole_and_run_each_product_once(name):
 
 def test_a_product_whose_results_are_all_in_the_first_half_leaves_nothing():
     program, operands = backward_of(FUNCTIONS["unrolled"])
-    divided = DividedProgram(without_calls(program), [True] * 4)
+    divided = DividedProgram(flattened(program), [True] * 4)
     assert divided.num_left == 0
     assert not divided.has_work
     assert len(divided.first(operands)[0]) == 4
