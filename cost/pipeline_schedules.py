@@ -109,7 +109,7 @@ def graph_of(
     if num_stages % each:
         raise ValueError(f"`num_stages` must be a multiple of `stages_per_device`, {each}, not {num_stages}.")
     num_devices = num_stages // each
-    if schedule == "interleaved" and num_microbatches % num_devices:
+    if not goes_round(schedule, num_devices, num_microbatches):
         raise ValueError(
             f"`num_microbatches` must be a multiple of the {num_devices} devices with 'interleaved', not "
             f"{num_microbatches}: they go round the devices in groups of so many."
@@ -122,6 +122,11 @@ def _graph(schedule: Schedule, num_devices: int, num_microbatches: int, stages_p
     order = _ORDERS[schedule]
     orders = [order(d, num_devices, num_microbatches, stages_per_device) for d in range(num_devices)]
     return schedule_graph(orders, num_microbatches)
+
+
+def goes_round(schedule: Schedule, num_devices: int, num_microbatches: int) -> bool:
+    """Returns whether a schedule has an order for so many micro-batches: interleaved, D of them go round together."""
+    return schedule != "interleaved" or num_microbatches % num_devices == 0
 
 
 def checked_stages_per_device(schedule: Schedule, stages_per_device: int | None) -> int:

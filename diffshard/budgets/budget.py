@@ -74,8 +74,10 @@ def budget(
     what = f"plan a budget of {getattr(fn, '__name__', 'a function')}"
     with errors_for_all(mesh, what):
         _check(phases, move_link)
-        of_all: dict[str, Any] = {"in_shardings": in_shardings, "remat": remat, "progress": "none"}
-        of_all |= {
+        of_all: dict[str, Any] = {
+            "in_shardings": in_shardings,
+            "remat": remat,
+            "progress": "none",
             "donate_argnums": donate_argnums,
             "static_argnums": static_argnums,
             **solver_options(options, function=budget),

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from cost.pipeline_schedules import BY_STAGES_LEFT, Schedule, checked_stages_per_device, splits_backward
+from cost.pipeline_schedules import BY_STAGES_LEFT, Schedule, checked_stages_per_device, goes_round, splits_backward
 from cost.real_numbers import whole_number
 from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.plans.base import BatchMeans, GradientReduction, ResidualUse
@@ -117,9 +117,9 @@ class Pipeline:
                     f"hold their stages, not {self.max_stages!r}."
                 )
             counts = self.microbatch_counts
-            if name == "interleaved" and not any(n % d == 0 for n in counts for d in range(2, most + 1)):
+            if not any(goes_round(name, d, n) for n in counts for d in range(2, most + 1)):
                 raise ValueError(
-                    f"`Pipeline.microbatches` must have a multiple of 2 to {most} devices with 'interleaved', not "
+                    f"`Pipeline.microbatches` must have a multiple of 2 to {most} devices with {name!r}, not "
                     f"{self.microbatches!r}."
                 )
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from cost.clusters import Cluster
 from cost.host_groups import Submesh
-from cost.pipeline_schedules import Schedule, graph_of, in_flight
+from cost.pipeline_schedules import Schedule, goes_round, graph_of, in_flight
 from diffshard.pipelines.division_search import DivisionSearch
 from diffshard.pipelines.solved_stages import Entry, FoundDivision
 from diffshard.pipelines.stage_programme import Stage, best_division, step_objective
@@ -75,8 +75,7 @@ class EvenDivisionSearch:
         for kind in range(len(divisions.cluster.kinds)):
             for number in range(1 if each == 1 else 2, most + 1):
                 submeshes = even_submeshes(divisions.cluster, kind, number)
-                is_round = self.schedule != "interleaved" or divisions.num_microbatches % number == 0
-                if submeshes is not None and is_round:
+                if submeshes is not None and goes_round(self.schedule, number, divisions.num_microbatches):
                     yield number, divisions.submeshes.index(submeshes[0])
 
     def _best_on(self, num_submeshes: int, p: int, is_over: Callable[[], bool]) -> FoundDivision | None:
