@@ -42,10 +42,12 @@ class LiveLine:
     Args:
       what: what is being done, such as "searching step".
       status: the line on the terminal; None shows nothing.
+      format_cost: writes a cost with its unit.
     """
 
-    def __init__(self, what: str, status: Status | None):
-        self._what, self._status, self._start = what, status, time.perf_counter()
+    def __init__(self, what: str, status: Status | None, format_cost: Callable[[float], str] = format_s):
+        self._what, self._status, self._format_cost = what, status, format_cost
+        self._start = time.perf_counter()
 
     def step(self, name: str) -> None:
         """Shows what the search does next, such as "tracing"."""
@@ -56,7 +58,7 @@ class LiveLine:
         """Shows how far the solver is, as a `diffshard.base.Progress`; the line has the seconds of the whole search."""
         if self._status is not None:
             elapsed_s = time.perf_counter() - self._start
-            self._status.update(f"{self._what}: {state_text(elapsed_s, cost, lower_bound, format_s)}")
+            self._status.update(f"{self._what}: {state_text(elapsed_s, cost, lower_bound, self._format_cost)}")
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from diffshard.base import Progress
 from diffshard.comparison.checked_search import Check, checks_of
-from diffshard.live_progress import state_text
+from diffshard.live_progress import LiveLine, state_text
 from diffshard.solving.solve import solver_names
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -217,12 +217,7 @@ def show_progress(what: str, format_cost: Callable[[float], str], stream: TextIO
     out, start = sys.stderr if stream is None else stream, time.perf_counter()
     if out.isatty():
         with Console(file=out).status(what) as status:
-
-            def live(_: float, cost: float, lower_bound: float) -> None:
-                elapsed_s = time.perf_counter() - start
-                status.update(f"{what}: {state_text(elapsed_s, cost, lower_bound, format_cost)}")
-
-            yield live
+            yield LiveLine(what, status, format_cost).progress
         return
     print(what, file=out, flush=True)
     last_s, last_line, last_state = -math.inf, "", None
