@@ -8,13 +8,12 @@ are priced by the same engine and simulator.
 """
 
 import argparse
-import functools
 import time
 from collections.abc import Sequence
 
 import diffshard
 from cost.base import Link
-from experiments.pipelines.gpt_step import SIZES, GptSize, shapes, train_step
+from experiments.pipelines.gpt_step import add_size_options, shapes, size_from, step_of
 from experiments.tables import print_table
 
 _DEVICES_IN_HOST = {"v100": 8, "a100": 8, "t4": 4, "h100": 8}
@@ -25,20 +24,15 @@ _ETHERNET = Link(30e-6, 8 / 100e9)
 def main(args: Sequence[str] | None = None) -> None:
     """Searches, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=list(SIZES), help="of the GPT, as in Alpa's table 4")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--length", type=int, default=1024)
+    add_size_options(parser)
     parser.add_argument("--hosts", default="1xv100", help="such as 1xv100 or 1xa100,2xt4")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[16])
     parser.add_argument("--max-stages", type=int, default=8)
     options = parser.parse_args(args)
-    size = SIZES[options.size] if options.size else GptSize(options.layers, options.width, options.width // 64)
-    size = size._replace(length=options.length)
+    size = size_from(options)
     hosts = [hosts_of(text) for text in options.hosts.split(",")]
-    step = functools.partial(train_step, heads=size.heads)
-    functools.update_wrapper(step, train_step)
+    step = step_of(size)
     clusters = [("all", hosts, options.max_stages)]
     clusters += [(f"{h.name} alone, one stage", [h], 1) for h in hosts]
     clusters += [(f"{h.name} alone", [h], options.max_stages) for h in hosts if len(hosts) > 1]

@@ -1,5 +1,8 @@
 """A training step of a GPT in plain JAX: a scan over stacked weights, whose layers may run again in backward."""
 
+import argparse
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -68,6 +71,26 @@ def train_step(
     loss, gradients = jax.value_and_grad(loss_fn)(weights)
     updates, opt_state = OPTIMIZER.update(gradients, opt_state, weights)
     return (optax.apply_updates(weights, updates), opt_state), loss
+
+
+def step_of(size: GptSize, **options: Any) -> Callable[..., tuple[Any, jax.Array]]:
+    """Returns `train_step` for a size, with its name, so that `search` takes it as a function of state and batch."""
+    step = functools.partial(train_step, heads=size.heads, **options)
+    return functools.update_wrapper(step, train_step)
+
+
+def add_size_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that `size_from` reads."""
+    parser.add_argument("--size", choices=list(SIZES), help="of the GPT, as in Alpa's table 4")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--length", type=int, default=1024)
+
+
+def size_from(options: argparse.Namespace) -> GptSize:
+    """Returns the size that a command's options ask for."""
+    size = SIZES[options.size] if options.size else GptSize(options.layers, options.width, options.width // 64)
+    return size._replace(length=options.length)
 
 
 def shapes(size: GptSize, batch_size: int) -> tuple[Any, Any]:

@@ -8,7 +8,6 @@ the stage that takes longest stands beside the prediction. That needs the extra 
 """
 
 import argparse
-import functools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from diffshard.checks.targets import gpu_mesh
 from diffshard.checks.timeline import simulate
 from diffshard.pipelines.pipelined_function import PipelinedFunction
 from diffshard.pipelines.stage_memory import compiled_program, stage_memory
-from experiments.pipelines.gpt_step import GptSize, shapes, train_step
+from experiments.pipelines.gpt_step import GptSize, shapes, step_of
 from experiments.tables import print_table
 
 _LATENCY_S, _BYTES_PER_S = 30e-6, 100e9 / 8
@@ -65,8 +64,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--compile", action="store_true", help="compile for H100s")
     options = parser.parse_args(args)
     size = GptSize(options.layers, options.width, options.width // 64, options.words, options.length)
-    step = functools.partial(train_step, heads=size.heads)
-    functools.update_wrapper(step, train_step)
+    step = step_of(size)
     num_hosts, in_host = map(int, options.hosts.split("x"))
     arguments = shapes(size, options.batch)
     rows = []

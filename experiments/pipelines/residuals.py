@@ -7,13 +7,12 @@ be kept, made again or offloaded; and the same GPT with `jax.checkpoint` around 
 """
 
 import argparse
-import functools
 import time
 from collections.abc import Sequence
 
 import diffshard
 from diffshard.plans.formats import format_bytes
-from experiments.pipelines.gpt_step import GptSize, shapes, train_step
+from experiments.pipelines.gpt_step import GptSize, shapes, step_of
 from experiments.tables import print_table
 
 _CHOICES = {
@@ -47,8 +46,7 @@ def main(args: Sequence[str] | None = None) -> None:
     for memory in options.memory:
         for choice in options.choices:
             remat, residuals = _CHOICES[choice]
-            step = functools.partial(train_step, heads=size.heads, remat=remat)
-            functools.update_wrapper(step, train_step)
+            step = step_of(size, remat=remat)
             pipeline = diffshard.Pipeline(
                 microbatches=options.microbatches,
                 schedules=("1f1b",),

@@ -15,7 +15,6 @@ micro-batch to the last device, (D - 1)·F/(2M(F + B + W)). F, B and W are those
 """
 
 import argparse
-import functools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -25,13 +24,21 @@ import numpy as np
 
 import diffshard
 from cost.compute import equation_work, inner_jaxprs
-from cost.pipeline_schedules import BACKWARD, FORWARD, WEIGHTS, Schedule, graph_of, splits_backward
+from cost.pipeline_schedules import (
+    BACKWARD,
+    FORWARD,
+    WEIGHTS,
+    Schedule,
+    checked_stages_per_device,
+    graph_of,
+    splits_backward,
+)
 from cost.pipeline_times import StageTimes, simulate
 from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.cutting import cut_step, uncut_step
 from diffshard.pipelines.layer_graphs import layer_chain
 from experiments.pipelines.found_pipelines import hosts_of
-from experiments.pipelines.gpt_step import SIZES, GptSize, shapes, train_step
+from experiments.pipelines.gpt_step import GptSize, add_size_options, shapes, size_from, step_of
 from experiments.tables import print_table
 from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.split_backward import is_between, with_split_backward
@@ -53,10 +60,7 @@ _SIMULATED: tuple[tuple[Schedule, int], ...] = (
 def main(args: Sequence[str] | None = None) -> None:
     """Searches, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=list(SIZES), help="of the GPT, as in Alpa's table 4")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--length", type=int, default=1024)
+    add_size_options(parser)
     parser.add_argument("--hosts", default="1xv100", help="such as 1xv100 or 2xa100")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--microbatches", type=int, default=16)
@@ -76,14 +80,12 @@ def main(args: Sequence[str] | None = None) -> None:
         ["D", "M", "transfer s", "schedule", "step s", "waits", "formula", "kept"],
         [row for setting in ((4, 8, 0.0), (4, 8, 0.1), (8, 32, 0.0), (8, 32, 0.1)) for row in simulated_rows(*setting)],
     )
-    size = SIZES[options.size] if options.size else GptSize(options.layers, options.width, options.width // 64)
-    size = size._replace(length=options.length)
-    step = functools.partial(train_step, heads=size.heads, remat=not options.no_remat)
-    functools.update_wrapper(step, train_step)
+    size = size_from(options)
+    step = step_of(size, remat=not options.no_remat)
     cluster = diffshard.Cluster([hosts_of(options.hosts)])
     rows = []
     for schedules in [options.schedules] if options.together else [[schedule] for schedule in options.schedules]:
-        each = 2 if {"interleaved", "zb-v"} & set(schedules) else 1
+        each = max(checked_stages_per_device(schedule, None) for schedule in schedules)
         pipeline = diffshard.Pipeline(
             microbatches=options.microbatches, schedules=schedules, max_stages=each * options.most_devices
         )
@@ -175,7 +177,7 @@ def simulated_rows(num_devices: int, count: int, send_s: float) -> list[list[str
 
 def split_rows(size: GptSize, is_remat: bool) -> list[list[str]]:
     """Returns a row for each of two stages: products of its backward program and of its halves, and what waits."""
-    step = functools.partial(train_step, heads=size.heads, remat=is_remat, dtype=jnp.float32)
+    step = step_of(size, remat=is_remat, dtype=jnp.float32)
     uncut = uncut_step(step, 4, BatchArguments((1,), ()), shapes(size, 16), {})
     chain = layer_chain(uncut, most_layers=48)
     cut = cut_step(uncut, chain.cuts_before([len(chain) // 2]))
