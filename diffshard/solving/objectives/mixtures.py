@@ -134,6 +134,20 @@ _LEAST_GAIN = 1e-9
 """The relative gain for which a node changes; below it prices differ by rounding."""
 
 
+class _Moves(NamedTuple):
+    """Changes of single nodes.
+
+    Attributes:
+      changes: `[K, 2]`, the node and the strategy that it takes.
+      costs: `[K]`, what each adds to the linear cost.
+      amounts: `[K, N]`, what each adds to the amounts.
+    """
+
+    changes: np.ndarray
+    costs: np.ndarray
+    amounts: np.ndarray
+
+
 class Descent:
     """Descends from choices of one problem.
 
@@ -150,6 +164,8 @@ class Descent:
         for e, (u, v) in enumerate(self._edges.tolist()):
             self._edges_of[u].append(e)
             self._edges_of[v].append(e)
+        ends = {v: {u for e in edges for u in self._edges[e].tolist()} - {v} for v, edges in self._edges_of.items()}
+        self._neighbours = [ends.get(v, set()) for v in range(len(problem.node_cost))]
 
     def __call__(self, choice: np.ndarray, nodes: np.ndarray) -> np.ndarray:
         """Returns a choice that is no more expensive, in which some of the nodes take other strategies.
@@ -160,25 +176,33 @@ class Descent:
         """
         sizes = np.cumsum([len(self._problem.node_cost[v]) for v in nodes.tolist()])
         nodes = nodes[: min(_MOST_NODES, np.searchsorted(sizes, _MOST_AMOUNTS // max(self._priced.size, 1)) + 1)]
+        moves: dict[tuple, _Moves] = {}
         for _ in range(_MOST_CHANGES):
-            better = self._changed(choice, nodes)
+            better = self._changed(choice, nodes, moves)
             if better is None:
                 break
             choice = better
         return choice
 
-    def _changed(self, choice: np.ndarray, nodes: np.ndarray) -> np.ndarray | None:
-        """Returns the best choice with one or two nodes changed; None where none is cheaper."""
-        moves, costs, amounts = self._moves(choice, nodes)
-        if not moves:
+    def _changed(self, choice: np.ndarray, nodes: np.ndarray, known: dict[tuple, _Moves]) -> np.ndarray | None:
+        """Returns the best choice with one or two nodes changed, None if none is cheaper; adds to the known moves."""
+        if not len(nodes):
+            return None
+        keys = [(v, choice[v], tuple(choice[list(self._neighbours[v])])) for v in nodes.tolist()]
+        for key in keys:
+            if key not in known:
+                known[key] = self._moves(choice, key[0])
+        moves, costs, amounts = (np.concatenate(parts) for parts in zip(*(known[key] for key in keys), strict=True))
+        if not len(moves):
             return None
         here = self._priced.amounts(choice)
         now = self._priced.price(here)
         singles = costs + self._priced.prices(here + amounts) - now
         best = np.argsort(singles)[:_MOST_PAIRED]
         one, two = np.triu_indices(len(best), 1)
-        apart = np.array([self._are_apart(moves[best[i]][0], moves[best[j]][0]) for i, j in zip(one, two, strict=True)])
-        one, two = (best[i[apart.astype(bool)]] for i in (one, two))
+        ends = zip(moves[best[one], 0].tolist(), moves[best[two], 0].tolist(), strict=True)
+        apart = np.array([u != v and v not in self._neighbours[u] for u, v in ends], bool)
+        one, two = best[one[apart]], best[two[apart]]
         pairs = costs[one] + costs[two] + self._priced.prices(here + amounts[one] + amounts[two]) - now
         candidates: list[tuple[float, tuple[int, ...]]] = [(gain, (k,)) for k, gain in enumerate(singles.tolist())]
         candidates += [(gain, (i, j)) for gain, i, j in zip(pairs.tolist(), one.tolist(), two.tolist(), strict=True)]
@@ -188,31 +212,22 @@ class Descent:
                 return None
             better = choice.copy()
             for k in changed:
-                better[moves[k][0]] = moves[k][1]
+                better[moves[k, 0]] = moves[k, 1]
             if self._evaluate(better).feasible:
                 return better
         return None
 
-    def _moves(self, choice: np.ndarray, nodes: np.ndarray) -> tuple[list[tuple[int, int]], np.ndarray, np.ndarray]:
-        """Returns changes (node, strategy), what each adds to the linear cost, and to the amounts `[changes, N]`."""
-        moves, costs, amounts = [], [], []
-        quantities = self._priced.objective.quantities
-        for v in nodes.tolist():
-            own = choice[v]
-            added = np.asarray(self._problem.node_cost[v], float) - self._problem.node_cost[v][own]
-            edges = self._edges_of[v]
-            for e in edges:
-                u, w = self._edges[e].tolist()
-                matrix = self._problem.edge_cost[e]
-                row = np.asarray(matrix[:, choice[w]] if u == v else matrix[choice[u]], float)
-                added = added + row - row[own]
-            parts = {name: quantity.changes(self._problem, choice, v, edges) for name, quantity in quantities.items()}
-            others = [s for s in range(len(added)) if s != own and added[s] < np.inf]
-            moves += [(v, s) for s in others]
-            costs += added[others].tolist()
-            amounts += [self._priced.flat({name: part[s] for name, part in parts.items()}) for s in others]
-        return moves, np.array(costs), np.array(amounts)
-
-    def _are_apart(self, u: int, v: int) -> bool:
-        """Tells whether two nodes are different ones, and no edge joins them."""
-        return u != v and not any(v in self._edges[e] for e in self._edges_of[u])
+    def _moves(self, choice: np.ndarray, v: int) -> _Moves:
+        """Returns the moves of a node, which depend on nothing but its strategy and those of its neighbours."""
+        own, edges = choice[v], self._edges_of[v]
+        added = np.asarray(self._problem.node_cost[v], float) - self._problem.node_cost[v][own]
+        for e in edges:
+            u, w = self._edges[e].tolist()
+            matrix = self._problem.edge_cost[e]
+            row = np.asarray(matrix[:, choice[w]] if u == v else matrix[choice[u]], float)
+            added = added + row - row[own]
+        quantities = self._priced.objective.quantities.items()
+        amounts = {name: quantity.changes(self._problem, choice, v, edges) for name, quantity in quantities}
+        others = np.flatnonzero((np.arange(len(added)) != own) & (added < np.inf))
+        moves = np.stack([np.full_like(others, v), others], axis=1)
+        return _Moves(moves, added[others], self._priced.flat(amounts)[others])

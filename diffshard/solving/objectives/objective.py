@@ -90,8 +90,12 @@ class PricedObjective:
         return self.flat(amounts_of(self.objective.quantities, self._problem, choice))
 
     def flat(self, amounts: dict[str, np.ndarray]) -> np.ndarray:
-        """Returns amounts as one vector `[N]`."""
-        return np.concatenate([np.ravel(amounts[name]) for name in self._shapes])
+        """Returns amounts as one vector `[N]`, or as `[S, N]` where each has an axis of S in front."""
+        parts = []
+        for name, shape in self._shapes.items():
+            before = np.shape(amounts[name])[: np.ndim(amounts[name]) - len(shape)]
+            parts.append(np.reshape(amounts[name], (*before, math.prod(shape))))
+        return np.concatenate(parts, axis=-1)
 
     def by_name(self, flat: np.ndarray) -> dict[str, np.ndarray]:
         """Returns a vector `[N]` as arrays by the names of quantities."""
