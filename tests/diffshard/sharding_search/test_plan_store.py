@@ -31,6 +31,16 @@ def step(state: Any, x: Any) -> Any:
     return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradients)
 
 
+def step_with_a_cycle(state: Any, x: Any) -> Any:
+    """A step whose plan presolve alone does not find, so that the solver is called."""
+
+    def loss_fn(state: Any) -> Any:
+        hidden = x @ state["w"]
+        return ((jax.nn.softmax(hidden) * hidden) @ state["w"].T - x).var()
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, jax.grad(loss_fn)(state))
+
+
 def planned(folder: Path, fn: Callable[..., Any] = step, arguments: Any = ARGUMENTS, **options: Any) -> diffshard.Plan:
     options = {"hardware": "cpu", **options}
     return diffshard.search(fn, MESH, cache=folder, **options).plan(*arguments)
@@ -43,9 +53,9 @@ def test_a_second_search_takes_the_plan_of_the_first_one(tmp_path: Path):
         calls.append(1)
         return resolve("greedy")(problem, time_limit_s=time_limit_s, key=key)
 
-    first = planned(tmp_path / "store", solver=counting_solver)
+    first = planned(tmp_path / "store", step_with_a_cycle, solver=counting_solver)
     num_calls = len(calls)
-    second = planned(tmp_path / "store", solver=counting_solver)
+    second = planned(tmp_path / "store", step_with_a_cycle, solver=counting_solver)
     assert num_calls > 0
     assert len(calls) == num_calls
     assert second == first
@@ -245,7 +255,7 @@ def test_an_interrupted_search_is_not_kept(tmp_path: Path):
         yield from resolve("greedy")(problem, time_limit_s=time_limit_s, key=key)
         raise KeyboardInterrupt
 
-    assert planned(tmp_path, solver=interrupted_solver).status == "interrupted"
+    assert planned(tmp_path, step_with_a_cycle, solver=interrupted_solver).status == "interrupted"
     assert list(tmp_path.iterdir()) == []
 
 

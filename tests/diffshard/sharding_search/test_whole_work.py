@@ -22,7 +22,7 @@ def train_step(params, batch):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss_fn)(params))
 
 
-def plan_of(num_rows, width=384, mesh=MESH):
+def plan_of(num_rows, width=448, mesh=MESH):
     shapes = {"up": (width, 4 * width), "down": (4 * width, width)}
     params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
     batch = (jax.ShapeDtypeStruct((num_rows, width), "float32"),) * 2
@@ -55,7 +55,7 @@ def test_a_padded_batch_saves_what_was_predicted_and_is_not_told(uneven):
     (work,) = uneven[0].whole_work
     padded = plan_of(8192)  # the suite makes errors of warnings
     assert padded.whole_work == ()
-    assert uneven[0].compute_s - padded.compute_s == pytest.approx(work.seconds, rel=0.05)
+    assert uneven[0].compute_s - padded.compute_s == pytest.approx(work.seconds, rel=0.02)
 
 
 def test_text_page_and_file_have_the_share_and_the_reason(uneven, tmp_path):
@@ -76,9 +76,9 @@ def test_a_small_step_on_a_large_mesh_is_not_told():
 
 def test_a_budget_tells_it_as_well():
     phases = [diffshard.elastic.Phase(mesh=MESH, num_steps=n, hardware="h100") for n in (1, 2)]
-    params = {"up": jax.ShapeDtypeStruct((384, 1536), "float32"), "down": jax.ShapeDtypeStruct((1536, 384), "float32")}
+    params = {"up": jax.ShapeDtypeStruct((448, 1792), "float32"), "down": jax.ShapeDtypeStruct((1792, 448), "float32")}
     with pytest.warns(diffshard.plans.WholeWorkWarning, match="8,191"):
-        diffshard.elastic.budget(train_step, phases, params, (jax.ShapeDtypeStruct((8191, 384), "float32"),) * 2)
+        diffshard.elastic.budget(train_step, phases, params, (jax.ShapeDtypeStruct((8191, 448), "float32"),) * 2)
 
 
 def test_operations_without_a_way_to_be_split_are_named():
