@@ -333,7 +333,8 @@ def test_partial_gradients_of_biases_are_there_before_later_products(monkeypatch
     given = {2 * LAYERS: ((0,), ())}
     space = space_of(step, *arguments, sizes=(8,), given=given, hardware=hardware)
     solution = diffshard.solve(space.problem, solver="exact", time_limit_s=30)
-    program = space.device_program(space.layout(solution.choice), AbstractMesh((8,), ("x",)))
+    mesh = AbstractMesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    program = space.device_program(space.layout(solution.choice), mesh)
     equations = body_of(program)
     before = depends_on(equations)
     products = places(equations, "dot_general")
