@@ -14,8 +14,7 @@ from numpy.typing import ArrayLike
 
 from cost.lines import Line
 from cost.measured_rates import NOT_MEASURED, MeasuredRates
-from cost.number_ranges import Count
-from cost.real_numbers import real_number, whole_number
+from cost.real_numbers import Count, real_number, whole_number
 
 FORBIDDEN = 10**18
 """Costs from here on, infinity included, stand for what must not be chosen (IOPDDL's convention)."""

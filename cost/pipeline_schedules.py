@@ -14,9 +14,9 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
+from cost import schedule_orders
 from cost.real_numbers import whole_number
-from cost.schedule_orders import alternating, interleaved, v_shaped, zero_bubble
-from cost.schedule_orders.base import (
+from cost.schedule_orders import (
     BACKWARD,
     FORWARD,
     SEND_BACKWARD,
@@ -76,13 +76,13 @@ class ScheduleGraph(NamedTuple):
 
 
 _ORDERS: dict[str, DeviceOrder] = {
-    "gpipe": alternating.gpipe,
-    "1f1b": alternating.one_forward_one_backward,
-    "eager": alternating.eager,
-    "2bw": alternating.one_forward_one_backward,
-    "interleaved": interleaved.order,
-    "zb-h1": zero_bubble.order,
-    "zb-v": v_shaped.order,
+    "gpipe": schedule_orders.gpipe,
+    "1f1b": schedule_orders.one_forward_one_backward,
+    "eager": schedule_orders.eager,
+    "2bw": schedule_orders.one_forward_one_backward,
+    "interleaved": schedule_orders.interleaved,
+    "zb-h1": schedule_orders.zero_bubble,
+    "zb-v": schedule_orders.v_shaped,
 }
 
 

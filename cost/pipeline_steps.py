@@ -29,7 +29,7 @@ from cost.pipeline_schedules import (
     schedule_graph,
 )
 from cost.pipeline_times import Simulation, StageTimes, checked, durations_s, simulate, start_times_s
-from cost.schedule_orders.base import alternating_order
+from cost.schedule_orders import alternating_order
 
 Overlap = Literal["own_ends", "late_ends", "none"]
 """How a step overlaps with the next one, with the schedule "2bw".

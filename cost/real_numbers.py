@@ -1,8 +1,16 @@
-"""What counts as a number where users give one: Python's and NumPy's real numbers, no truth values and no text."""
+"""What counts as a number where users give one: Python's and NumPy's real numbers, no truth values and no text.
+
+Types with ranges say what fields of files hold: who reads a file checks them, for everybody else they are floats and
+ints. NaN is in no range.
+
+>>> class Stage(NamedTuple):
+...     forward_s: Amount  # finite seconds, zero or more
+"""
 
 import math
+import sys
 from numbers import Integral, Real
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 
 def real_number(value: Any) -> float | None:
@@ -32,3 +40,37 @@ def is_positive(value: Any) -> bool:
     """Returns whether a value is a number above zero; infinity is, NaN is not."""
     number = real_number(value)
     return number is not None and number > 0
+
+
+_LARGEST = sys.float_info.max
+_MOST_WHOLE = 2**63 - 1  # what no number of devices, of bytes or of operations exceeds
+
+
+class Range(NamedTuple):
+    """The numbers from `least` to `most`, both included.
+
+    Attributes:
+      words: what a number of it is, for errors: "a finite number, zero or more".
+    """
+
+    least: float
+    most: float
+    words: str
+
+    def holds(self, number: float) -> bool:
+        """Returns whether a number is in the range."""
+        return self.least <= as_float(number) <= self.most
+
+
+Amount = Annotated[float, Range(0, _LARGEST, "a finite number, zero or more")]
+PositiveAmount = Annotated[float, Range(math.ulp(0.0), _LARGEST, "a positive finite number")]
+Limit = Annotated[float, Range(math.ulp(0.0), math.inf, "positive")]
+"""A positive number; infinity is no limit."""
+LowerBound = Annotated[float, Range(-math.inf, _LARGEST, "a finite number, or -inf")]
+"""A number that nothing is below; -inf where nothing is known."""
+AmountOrInf = Annotated[float, Range(0, math.inf, "a number, zero or more")]
+AnyNumber = Annotated[float, Range(-math.inf, math.inf, "a number, not NaN")]
+FiniteNumber = Annotated[float, Range(-_LARGEST, _LARGEST, "a finite number")]
+Share = Annotated[float, Range(0, 1, "a share from 0 to 1")]
+Index = Annotated[int, Range(0, _MOST_WHOLE, "a whole number, 0 or more")]
+Count = Annotated[int, Range(1, _MOST_WHOLE, "a whole number, 1 or more")]

@@ -1,16 +1,20 @@
 """The vocabulary of the engine: what a solver is and yields, what solving returns, and the errors that users see.
 
 Letters for sizes: V nodes.
+
+All parts of a search share its `Deadline`.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
 from cost.base import Problem
+from cost.real_numbers import real_number
 from search_spaces.base import Choice
 
 Progress = Callable[[float, float, float], None]
@@ -125,3 +129,40 @@ class NumbersError(RuntimeError):
 
 class ProcessesError(RuntimeError):
     """The processes of a job ask for different things, or one of them failed or did not come."""
+
+
+_LEAST_TIME_S = 1e-3
+"""Seconds that a solver is given where those before it have used them all, so that its limit stays positive."""
+
+
+class Deadline(NamedTuple):
+    """When a search has to end.
+
+    Attributes:
+      limit_s: wall-clock seconds that it may take; None lets it end by its own rule.
+    """
+
+    limit_s: float | None
+    begin_s: float
+
+    @classmethod
+    def from_now(cls, limit_s: Any) -> "Deadline":
+        """Returns the deadline of a search that begins now; the limit is a positive number or None."""
+        return cls(real_number(limit_s), time.perf_counter())
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the search began."""
+        return time.perf_counter() - self.begin_s
+
+    def remaining_s(self, share: float = 1.0) -> float | None:
+        """Returns a share of the seconds that are left, a millisecond at least; None without a limit."""
+        return None if self.limit_s is None else max(share * (self.limit_s - self.elapsed_s), _LEAST_TIME_S)
+
+    def part(self, share: float) -> "Deadline":
+        """Returns the deadline of a part that begins now and has a share of the seconds that are left."""
+        return Deadline(self.remaining_s(share), time.perf_counter())
+
+    def is_over(self, share: float = 1.0) -> bool:
+        """Returns whether a share of the time limit has passed."""
+        return self.limit_s is not None and self.elapsed_s >= share * self.limit_s - _LEAST_TIME_S

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from diffshard.public_names import lazy_names
 
 if TYPE_CHECKING:
-    from diffshard.bilevel_search.plans.pareto import Pareto as Pareto
-    from diffshard.bilevel_search.plans.pareto import pareto as pareto
+    from diffshard.bilevel_search.plans.plan import Pareto as Pareto
+    from diffshard.bilevel_search.plans.plan import pareto as pareto
     from diffshard.bilevel_search.proving import CandidatesData as CandidatesData
     from diffshard.bilevel_search.search import BilevelSearch as BilevelSearch
     from diffshard.sharding_search.carried import Carried as Carried

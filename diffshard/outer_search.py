@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from diffshard.base import InfeasibleError
-from diffshard.deadline import Deadline
+from diffshard.base import Deadline, InfeasibleError
 
 ResultT = TypeVar("ResultT")
 

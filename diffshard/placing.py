@@ -13,13 +13,12 @@ import numpy as np
 
 from cost.base import Problem
 from cost.evaluation import evaluate
-from cost.number_ranges import Amount, AmountOrInf, AnyNumber, Index
+from cost.real_numbers import Amount, AmountOrInf, AnyNumber, Index
 from diffshard.base import Proposal, Solver
 from diffshard.pipelines.stage_programme import Submesh, least_sum_and_slowest
-from diffshard.plans.certificate import History, check_certificate
 from diffshard.plans.documents import PLACEMENT, RecordFile
 from diffshard.plans.formats import format_bytes, format_count, format_s, format_table
-from diffshard.plans.plan_record import PlanRecord
+from diffshard.plans.plan_record import History, PlanRecord, check_certificate
 from diffshard.solving.presolve.base import identity
 from diffshard.solving.presolve.pipeline import presolve
 from diffshard.solving.solve import SolveOptions, checked_solve_options, solve

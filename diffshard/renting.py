@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 from cost.clusters import Cluster
 from cost.host_groups import Hosts
 from cost.real_numbers import is_positive, real_number
-from diffshard.base import InfeasibleError
-from diffshard.deadline import Deadline
+from diffshard.base import Deadline, InfeasibleError
 from diffshard.front_end import search
 from diffshard.outer_search import Candidate, Outcome, OuterSearch, Tried
 from diffshard.plans.formats import (

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cost.base import Hardware, Link
 from cost.lines import least_s
-from cost.number_ranges import Amount, Index
+from cost.real_numbers import Amount, Index
 from diffshard.base import PlanError
 from diffshard.plans.base import Tensor
 from diffshard.processes import errors_for_all

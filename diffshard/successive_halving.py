@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from cost.number_ranges import Index
+from cost.real_numbers import Index
 
 C = TypeVar("C")
 

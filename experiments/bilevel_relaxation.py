@@ -21,7 +21,7 @@ from cost.base import Problem, num_strategies
 from cost.evaluation import evaluate, relaxed_cost
 from diffshard.base import Solution
 from diffshard.bilevel_search.relaxation import marginal_logits
-from diffshard.solving.presolve.ties import merge_ties
+from diffshard.solving.presolve.pipeline import merge_ties
 from diffshard.solving.solve import solve
 from experiments.layered import layered_problem
 from experiments.solvers import PROBLEMS

@@ -16,8 +16,7 @@ from flax import linen as nn
 
 import diffshard
 from diffshard.checks.kernel_work import achievable_rates
-from diffshard.checks.spans import COMPUTE
-from diffshard.checks.timeline import simulate
+from diffshard.checks.timeline import COMPUTE, simulate
 from experiments import experts
 from experiments.host_devices import parse_mesh
 from experiments.models import convnet, decoder, dlrm, gpt, mlp, moe, resnet, scanned_layers

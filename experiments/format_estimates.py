@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.stats import kendalltau
 
-from diffshard.deadline import Deadline
+from diffshard.base import Deadline
 from diffshard.sharding_search.format_losses import MeasuredLosses
 from diffshard.sharding_search.format_search import best_groups
 from diffshard.sharding_search.number_formats import ProductGroup, product_groups

@@ -26,10 +26,9 @@ import diffshard
 from cost.base import Hardware
 from cost.evaluation import evaluate
 from cost.lines import Line
-from diffshard.base import InfeasibleError
+from diffshard.base import Deadline, InfeasibleError
 from diffshard.checks.kernel_work import achievable_rates
 from diffshard.checks.timeline import simulate
-from diffshard.deadline import Deadline
 from diffshard.plans.formats import format_bytes, format_s
 from diffshard.sharding_search.format_rounds import (
     Trial,

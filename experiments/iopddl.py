@@ -28,8 +28,7 @@ from rich.progress import track
 from diffshard.base import Solution
 from diffshard.files import write_whole
 from diffshard.solving import contest
-from diffshard.solving.presolve.pipeline import presolve
-from diffshard.solving.presolve.ties import merge_ties
+from diffshard.solving.presolve.pipeline import merge_ties, presolve
 from diffshard.solving.solve import solve
 from experiments.layered import layered_problem
 from experiments.solver_variants import SHORT_SEARCH, VARIANTS

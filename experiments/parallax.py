@@ -29,7 +29,7 @@ from flax import linen, nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diffshard.checks.spans import COMPUTE
+from diffshard.checks.timeline import COMPUTE
 from experiments.experts import HandPlan
 from experiments.host_devices import parse_mesh
 from experiments.models import decoder, gpt, gpt_nnx, mixer, moe, vision_transformer

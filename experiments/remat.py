@@ -23,8 +23,8 @@ from jax.sharding import Mesh
 
 import diffshard
 from cost.memory import least_memory
+from diffshard.checks.hlo import memory_plan
 from diffshard.checks.kernel_work import achievable_rates
-from diffshard.checks.memory_plan import memory_plan
 from diffshard.checks.timeline import simulate
 from diffshard.sharding_search.number_formats import KEPT
 from diffshard.sharding_search.options import Options

@@ -15,8 +15,7 @@ from collections.abc import Iterator, Sequence
 import diffshard
 from cost.streams import play
 from diffshard.checks.kernel_work import achievable_rates
-from diffshard.checks.spans import COMPUTE
-from diffshard.checks.timeline import simulate
+from diffshard.checks.timeline import COMPUTE, simulate
 from diffshard.sharding_search.layout import layout_of
 from experiments.host_devices import parse_mesh
 from experiments.models.model import abstract_arguments

@@ -16,9 +16,17 @@ from diffshard.solving.dual.ascent import Ascent, Prices
 from diffshard.solving.flat import Flat
 from diffshard.solving.moves.forest import Forest, grow_forest
 from diffshard.solving.moves.polish import rounded_choice
-from diffshard.solving.phases.base import Clock, Phase, Search, Start
 from diffshard.solving.phases.improving import Annealing, Branches, Neighbourhoods, SideBySide, TemperedChains
-from diffshard.solving.phases.starts import DualClimb, DualStarts, QuotientStart, moves_from
+from diffshard.solving.phases.starts import (
+    Clock,
+    DualClimb,
+    DualStarts,
+    Phase,
+    QuotientStart,
+    Search,
+    Start,
+    moves_from,
+)
 from diffshard.solving.solvers import gradient
 
 

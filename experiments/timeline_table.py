@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from diffshard.checks.spans import COMPUTE
+from diffshard.checks.timeline import COMPUTE
 from diffshard.checks.verify import format_error, relative_error
 from experiments.tables import print_table
 from experiments.timeline_models import CASES

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 import diffshard
 from diffshard import Hardware
-from diffshard.checks.memory_plan import memory_plan
+from diffshard.checks.hlo import memory_plan
 from diffshard.checks.verify import ComparedBytes, Verification, format_error, relative_error, verify
 from experiments.equal_results import slow_arithmetic
 from experiments.host_devices import parse_mesh

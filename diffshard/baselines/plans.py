@@ -30,7 +30,7 @@ from diffshard.sharding_search.program_text import value_text
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.tracing import TracedFunction, space_of, trace_call, trace_function
 from diffshard.solving.solve import SolverOptions, solver_options
-from search_spaces.sources import function_source
+from search_spaces.replay import function_source
 
 BY_RULES = "logical axis rules"
 """The name of the plan that follows a user's own rules."""

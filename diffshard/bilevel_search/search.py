@@ -16,13 +16,12 @@ import optax
 from cost.base import Problem, num_strategies
 from diffshard.bilevel_search import inputs
 from diffshard.bilevel_search.base import BilevelMetrics, BilevelState, Increase, LossFn, TrainingProgress
-from diffshard.bilevel_search.inputs import Mesh
+from diffshard.bilevel_search.inputs import Mesh, Space, as_space_fn
 from diffshard.bilevel_search.objective import objective_of
 from diffshard.bilevel_search.plans.base import Proof
 from diffshard.bilevel_search.plans.plan import BilevelPlan, Outcome
 from diffshard.bilevel_search.proving import CandidatesData
 from diffshard.bilevel_search.relaxation import softmax_choice
-from diffshard.bilevel_search.spaces import Space, as_space_fn
 from diffshard.bilevel_search.step import Settings, Step, step_in
 from search_spaces.base import Batch, LossySpace, Params, RelaxedChoice, SearchSpace
 

@@ -12,10 +12,9 @@ import optax
 
 from cost.base import Problem
 from diffshard.bilevel_search.base import BilevelMetrics, BilevelState, Increase, LossFn, Objective
-from diffshard.bilevel_search.inputs import Mesh
-from diffshard.bilevel_search.model import ExactModel, LossyModel, Model, StepKeys
+from diffshard.bilevel_search.inputs import Mesh, checked_exact_space, checked_lossy_space
+from diffshard.bilevel_search.model import ExactModel, LossyModel, Model, StepKeys, params_after_step
 from diffshard.bilevel_search.objective import CostWeight
-from diffshard.bilevel_search.optimizer_derivatives import params_after_step
 from diffshard.bilevel_search.relaxation import (
     allowed_strategies,
     exact_cost,
@@ -24,7 +23,6 @@ from diffshard.bilevel_search.relaxation import (
     relaxed_seconds,
     softmax_choice,
 )
-from diffshard.bilevel_search.spaces import checked_exact_space, checked_lossy_space
 from search_spaces.base import Batch, PerStrategy, RelaxedChoice, SearchSpace
 
 _DECIDED_ENTROPY = 0.01

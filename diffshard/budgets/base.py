@@ -10,10 +10,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.base import Hardware
-from cost.number_ranges import Amount, Count, Index
-from cost.real_numbers import is_positive, whole_number
+from cost.real_numbers import Amount, Count, Index, is_positive, whole_number
 from diffshard.base import PlanError
-from diffshard.plans.certificate import History, check_certificate
 from diffshard.plans.documents import BUDGET, RecordFile
 from diffshard.plans.file import from_json, to_json
 from diffshard.plans.formats import (
@@ -26,7 +24,7 @@ from diffshard.plans.formats import (
     wrapped,
 )
 from diffshard.plans.json_values import from_json_values
-from diffshard.plans.plan_record import PlanRecord
+from diffshard.plans.plan_record import History, PlanRecord, check_certificate
 from diffshard.resharding import Move
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction

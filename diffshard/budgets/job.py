@@ -10,7 +10,7 @@ from cost.evaluation import evaluate
 from diffshard.base import InfeasibleError, Solution
 from diffshard.budgets.base import Phase, PhasePlans
 from diffshard.budgets.joint import MoveSeconds
-from diffshard.plans.certificate import relative_gap
+from diffshard.plans.plan_record import relative_gap
 from diffshard.resharding import Devices, Move, links_between, move_s, moved_bytes
 from diffshard.sharding_search.call import call_of
 from diffshard.sharding_search.options import Options

@@ -2,6 +2,9 @@
 
 A step travels as `jax.export` writes it. The process compiles it between the same shardings and with the same donated
 arguments, and returns the program's text and its memory; nothing is run.
+
+`python -m diffshard.checks.compilation FOLDER` is that process. The folder has `job.pickle`, a `Job`; the process
+writes `program.hlo`, the compiled text, and then `memory.json`. The parent reads what XLA says on stderr.
 """
 
 import contextlib
@@ -10,17 +13,63 @@ import math
 import os
 import pickle
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jax
+from jax import export
 
-from diffshard.checks.compile_process import HLO, JOB, MEMORY, Job
-from diffshard.checks.memory_plan import MemoryPlan
+from diffshard.checks.hlo import MemoryPlan, memory_plan
+from diffshard.checks.targets import Target
 from diffshard.child_processes import python_command, python_environment
+
+JOB, HLO, MEMORY = "job.pickle", "program.hlo", "memory.json"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process compiles.
+
+    Attributes:
+      step: a step of flat arguments as `jax.export` writes it.
+      donate_argnums: positions of arguments whose memory may be used for results.
+      mesh_axes: devices along each axis of the mesh.
+    """
+
+    step: bytes
+    donate_argnums: tuple[int, ...]
+    mesh_axes: dict[str, int]
+    target: Target
+    compiler_options: dict[str, Any] = field(default_factory=dict)
+
+
+def compile_job(job: Job, folder: Path) -> None:
+    """Compiles a job and writes the results into a folder."""
+    mesh = job.target.mesh(job.mesh_axes)
+    step = export.deserialize(bytearray(job.step))
+    run = jax.jit(
+        lambda *arrays: step.call(*arrays),
+        in_shardings=tuple(step.in_shardings_jax(mesh)),
+        out_shardings=list(step.out_shardings_jax(mesh)),
+        donate_argnums=job.donate_argnums or None,
+        compiler_options=job.compiler_options,
+    )
+    compiled = run.lower(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in step.in_avals)).compile()
+    (folder / HLO).write_text(compiled.as_text() or "", encoding="utf-8")
+    memory = memory_plan(compiled)
+    (folder / MEMORY).write_text(json.dumps(memory and memory._asdict()), encoding="utf-8")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Compiles the job in the folder that the only argument names."""
+    folder = Path(arguments[0])
+    compile_job(pickle.loads((folder / JOB).read_bytes()), folder)
+
 
 _POLL_S = 0.05
 _LAST_CHARACTERS = 400  # of what a failed process said: its last lines name the cause
@@ -95,7 +144,7 @@ class _Process:
             environment["JAX_COMPILATION_CACHE_DIR"] = str(cache)
         self.stderr = (folder / "stderr").open("w+", encoding="utf-8", errors="replace")
         self.process = subprocess.Popen(
-            python_command("-m", "diffshard.checks.compile_process", str(folder)),
+            python_command("-m", "diffshard.checks.compilation", str(folder)),
             env=environment, stdout=subprocess.DEVNULL, stderr=self.stderr, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         self.is_late = False
@@ -132,3 +181,7 @@ class _Process:
 def _last_line(output: str) -> str:
     lines = [line.strip() for line in output.strip().splitlines() if line.strip()]
     return (lines[-1] if lines else "it said nothing")[-_LAST_CHARACTERS:]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -231,3 +232,34 @@ def _iota(text: str) -> np.ndarray:
 
 def _numbers(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)]
+
+
+class MemoryPlan(NamedTuple):
+    """Bytes of one device while a compiled program runs.
+
+    Attributes:
+      aliased: outputs that are written over donated arguments; they count in both.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+
+    @property
+    def peak(self) -> int:
+        """The peak; outputs that reuse donated arguments count once."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+
+def memory_plan(compiled: Any) -> MemoryPlan | None:
+    """Reads the plan of memory of a program, `jax.jit(...).lower(...).compile()`; None where the backend has none."""
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return None
+    return MemoryPlan(
+        stats.argument_size_in_bytes,
+        stats.output_size_in_bytes,
+        stats.alias_size_in_bytes,
+        stats.temp_size_in_bytes,
+    )

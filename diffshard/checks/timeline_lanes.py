@@ -11,11 +11,10 @@ import json
 from collections.abc import Iterable
 from os import PathLike
 
-from diffshard.checks.spans import COMPUTE, Span, unroll
-from diffshard.checks.timeline import Timeline
+from diffshard.checks.timeline import COMPUTE, Span, Timeline, unroll
 from diffshard.files import write_whole
-from diffshard.plans.lanes import Lane, LaneBar
 from diffshard.plans.layer_flows import pass_of_scope
+from diffshard.plans.timeline import Lane, LaneBar
 
 RESOLUTION = 1 / 1000
 """The shortest pause that is kept, as a share of the step: about a pixel of a page."""

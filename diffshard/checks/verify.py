@@ -17,7 +17,7 @@ from cost.base import CollectiveKind
 from cost.collectives import collective_sent_bytes
 from diffshard.checks.collectives import CollectiveRecord, hlo_collectives, split_by_axis, with_reduce_scatters
 from diffshard.checks.explicit_collectives import explicit_collectives
-from diffshard.checks.memory_plan import MemoryPlan, memory_plan
+from diffshard.checks.hlo import MemoryPlan, memory_plan
 from diffshard.plans.base import PredictedCollective
 
 

@@ -16,7 +16,7 @@ from cost.base import Hardware
 from cost.clusters import Cluster
 from cost.presets import preset
 from diffshard.base import InfeasibleError, NumbersError, PlanError
-from diffshard.bilevel_search.plans import file as bilevel_file
+from diffshard.bilevel_search.plans import base as bilevel_file
 from diffshard.bilevel_search.plans.plan import BilevelPlan
 from diffshard.command.arguments import (
     FailedError,

@@ -10,12 +10,12 @@ import time
 from typing import Any
 
 from cost.base import Problem
+from cost.evaluation import format_excess, violations
 from diffshard.base import Solution
 from diffshard.command.arguments import FailedError, UsageError, check_solver, check_writable, show_progress
 from diffshard.files import write_whole
 from diffshard.solving import contest
 from diffshard.solving.solve import solve
-from diffshard.solving.violations import format_excess, violations
 
 
 def solve_instance(options: argparse.Namespace) -> int:

@@ -32,8 +32,8 @@ from diffshard.sharding_search.planning import find_plan, memory_advice
 from diffshard.sharding_search.remat import find_plan_with_remat
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.tracing import TracedFunction, space_of, trace_call
+from search_spaces.replay import function_source
 from search_spaces.sharding.space import ShardingSpace
-from search_spaces.sources import function_source
 
 Check = Literal["shardy", "compile", "numbers"]
 """Which compiler judges a plan, or that the numbers of the first call are held against another run."""

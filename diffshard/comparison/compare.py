@@ -10,11 +10,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from cost.base import Hardware
 from diffshard.base import InfeasibleError, PlanError
-from diffshard.checks.compilation import CompiledStep, compile_steps
-from diffshard.checks.compile_process import Job
-from diffshard.checks.spans import COMPUTE
+from diffshard.checks.compilation import CompiledStep, Job, compile_steps
 from diffshard.checks.targets import Target, target_for
-from diffshard.checks.timeline import simulate
+from diffshard.checks.timeline import COMPUTE, simulate
 from diffshard.checks.timeline_lanes import lanes_of
 from diffshard.checks.verify import compiled_sent_bytes, predicted_sent_bytes
 from diffshard.plans.base import PlanData

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from cost.number_ranges import Count, Index
+from cost.real_numbers import Count, Index
 from diffshard.base import FileError, ProcessesError
 from diffshard.files import replace_file
 from diffshard.pipelines.plan import PipelinePlan

@@ -17,7 +17,7 @@ import warnings
 import weakref
 from dataclasses import asdict, dataclass
 
-from cost.number_ranges import Index
+from cost.real_numbers import Index
 from diffshard.base import printable
 from diffshard.elastic.checkpoint_files import CheckpointError
 from diffshard.files import replace_file

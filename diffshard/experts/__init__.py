@@ -7,8 +7,7 @@
 `group_experts` is in `grouping.py`, `assign_experts` in `assignment.py`.
 
 `divisions.py` has the published heuristic, and finds the best groups of a few workers. For more it makes the groups
-that the solver chooses from, and says what no division is faster than. `plans.py` has the results and
-`arguments.py` the checks of what users give.
+that the solver chooses from, and says what no division is faster than. `plans.py` has the results.
 
 `layout.py` puts the experts of a plan on a mesh. `layer_program.py` is the layer that runs there, with what
 its devices send each other, and `expert_moves.py` how experts change their device.

@@ -18,9 +18,10 @@ from cost.expert_groups import (
     computing_s,
     exchanging_s,
 )
-from diffshard.base import OPTIMAL_GAP
-from diffshard.deadline import Deadline
-from diffshard.experts.arguments import (
+from diffshard.base import OPTIMAL_GAP, Deadline
+from diffshard.experts.assignment import (
+    LEVELLING,
+    assign_experts,
     check_room,
     check_scale,
     checked_capacity,
@@ -29,7 +30,6 @@ from diffshard.experts.arguments import (
     checked_workers,
     checked_works,
 )
-from diffshard.experts.assignment import LEVELLING, assign_experts
 from diffshard.experts.divisions import (
     MOST_WORKERS,
     Division,

@@ -18,8 +18,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from diffshard.base import PlanError
 from diffshard.experts.expert_moves import ExpertMoves, Place
-from diffshard.experts.layer_program import Expert, LayerProgram, RoutedTokens
-from diffshard.experts.layout_checks import (
+from diffshard.experts.layer_program import (
+    Expert,
+    LayerProgram,
+    RoutedTokens,
     check_layer,
     check_layout,
     check_movable,

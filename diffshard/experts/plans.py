@@ -9,13 +9,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.expert_groups import Group
-from cost.number_ranges import Amount, Index
+from cost.real_numbers import Amount, Index
 from diffshard.base import PlanError
 from diffshard.experts.layout import ExpertLayout
-from diffshard.plans.certificate import History, check_certificate, relative_gap
 from diffshard.plans.documents import EXPERT_ASSIGNMENT, EXPERT_GROUPS, RecordFile
 from diffshard.plans.formats import format_count, format_s, format_table
-from diffshard.plans.plan_record import PlanRecord
+from diffshard.plans.plan_record import History, PlanRecord, check_certificate, relative_gap
 
 PROVEN_GAP = 1e-5
 """The relative gap up to which a plan is called optimal; the tolerances of HiGHS leave less than this."""

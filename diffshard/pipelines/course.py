@@ -3,7 +3,7 @@
 import math
 import time
 
-from diffshard.deadline import Deadline
+from diffshard.base import Deadline
 from diffshard.live_progress import LiveLine
 from diffshard.pipelines.options import STAGE_TIME_LIMIT_S
 from diffshard.plans.formats import format_count, format_s

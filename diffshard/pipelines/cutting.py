@@ -32,8 +32,8 @@ from search_spaces.pipelines.layer_flow import layer_flow
 from search_spaces.pipelines.microbatches import MicrobatchedFunction
 from search_spaces.pipelines.scan_segments import Segments, rules_of_equations, scan_of, segmented_program
 from search_spaces.pipelines.step_parts import Part, StepParts, step_parts
+from search_spaces.replay import user_source
 from search_spaces.sharding.opaque.cudnn import planned_without_cudnn
-from search_spaces.sources import user_source
 
 _COUNT_NAME = "Pipeline.microbatches"
 """How errors call the number of micro-batches: what users of pipelines write."""

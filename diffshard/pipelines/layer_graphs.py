@@ -23,7 +23,7 @@ from diffshard.pipelines.stage_programme import Submesh, best_division, bottlene
 from search_spaces.pipelines.cut_candidates import Cut, CutCandidate
 from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.stage_labels import LabelledStep, StageEquation
-from search_spaces.sources import user_source
+from search_spaces.replay import user_source
 
 MAX_IDEALS = 4000
 """The most ideals of a graph that is divided; the costs of their pairs then take 128 MB for each kind of devices."""

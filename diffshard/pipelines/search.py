@@ -9,8 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from cost.pipeline_schedules import Schedule
-from diffshard.base import InfeasibleError, PlanError
-from diffshard.deadline import Deadline
+from diffshard.base import Deadline, InfeasibleError, PlanError
 from diffshard.live_progress import LiveLine
 from diffshard.outer_search import Candidate, CutOffError, Outcome, OuterSearch
 from diffshard.pipelines.course import SEARCH_SHARE, Course

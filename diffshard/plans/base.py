@@ -13,9 +13,9 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cost.base import Hardware
-from cost.number_ranges import Amount, AmountOrInf, AnyNumber, Count, FiniteNumber, Index, Limit, LowerBound
-from diffshard.plans.certificate import Certified, History
+from cost.real_numbers import Amount, AmountOrInf, AnyNumber, Count, FiniteNumber, Index, Limit, LowerBound
 from diffshard.plans.comparison import Comparison
+from diffshard.plans.plan_record import Certified, History
 from diffshard.plans.sections import Advice, MemoryProfile, PredictedComputing, Rematerialisation, WholeWork
 from diffshard.plans.timeline import PredictedTimeline
 from search_spaces.partition_specs import NamedSpec, partition_spec

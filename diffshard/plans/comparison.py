@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from cost.number_ranges import Amount, Count
+from cost.real_numbers import Amount, Count
 from diffshard.plans.formats import format_bytes, format_devices, format_s, format_table, short_name, wrapped
-from diffshard.plans.lanes import Lane, lane_elements
 from diffshard.plans.page_elements import COLOURS, COMPUTE, cards, document, escape, framed, plain_bar, table
+from diffshard.plans.timeline import Lane, lane_elements
 
 _COLUMNS = (
     ("", "", "step", "", "sent", "", "peak", ""),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from cost.base import COLLECTIVE_KINDS
 from diffshard.plans.base import Operation, PlanData, Tensor
-from diffshard.plans.certificate import check_certificate
+from diffshard.plans.plan_record import check_certificate
 from search_spaces.partition_specs import NamedSpec
 from search_spaces.sharding.codes import has_feedback
 

@@ -73,7 +73,7 @@ def from_json_values(hint: Any, value: Any, converters: Mapping[Any, Any] | None
 
     Args:
       hint: a type, an alias such as `tuple[int, ...]`, a union, a `Literal`, a dataclass or a named tuple; numbers may
-        have a range of `cost.number_ranges`.
+        have a range of `cost.real_numbers`.
       converters: functions that restore values, by the annotation for which they are used.
 
     Raises:

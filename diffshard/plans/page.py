@@ -39,11 +39,11 @@ from diffshard.plans.summary import (
     dearest_operations,
     device_bytes,
     reason,
+    shape_table,
     verdict,
 )
 from diffshard.plans.text import format_plan, formats_rows, formats_words, trials_rows
 from diffshard.plans.timeline import timeline_elements
-from diffshard.plans.tried_shapes import shape_table
 from search_spaces.partition_specs import NamedSpec
 
 _MOST_OPERATIONS = 8

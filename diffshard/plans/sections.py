@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from cost.number_ranges import Amount, Count, Index, Share
+from cost.real_numbers import Amount, Count, Index, Share
 from diffshard.plans.formats import format_count, format_percent, format_s
 
 MOST_LINES = 5

@@ -28,10 +28,10 @@ from diffshard.plans.summary import (
     objective_words,
     operation_name,
     reason,
+    shape_lines,
     verdict,
 )
 from diffshard.plans.timeline import timeline_words, wait_rows
-from diffshard.plans.tried_shapes import shape_lines
 
 MAX_OPERATIONS = 24
 """Lines for operations, the most expensive ones: about as many as fit on a screen beside the rest of the text."""

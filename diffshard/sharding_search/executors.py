@@ -24,10 +24,9 @@ from search_spaces.sharding.execution import PropagatedExecution
 from search_spaces.sharding.explaining import sources_of
 from search_spaces.sharding.graph import Graph
 from search_spaces.sharding.opaque.operations import runs_on_parts
-from search_spaces.sharding.opaque.targets import CUSTOM_CALL_TARGETS
-from search_spaces.sharding.partitioner_faults import wrongly_partitioned
+from search_spaces.sharding.opaque.work import CUSTOM_CALL_TARGETS
 from search_spaces.sharding.space import ShardingSpace
-from search_spaces.sharding.whole_operations import impossible_operations, whole_operations
+from search_spaces.sharding.whole_operations import impossible_operations, whole_operations, wrongly_partitioned
 
 PlanT = TypeVar("PlanT", bound=PlanData)
 

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from jax.extend import core
 
-from diffshard.base import OPTIMAL_GAP, InfeasibleError
-from diffshard.deadline import Deadline
+from diffshard.base import OPTIMAL_GAP, Deadline, InfeasibleError
 from diffshard.plans.base import FormatGroup, FormatTrial, PlannedFormats
 from diffshard.sharding_search.call import array_types
 from diffshard.sharding_search.carried import carrying_parameter

@@ -16,8 +16,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from cost.evaluation import evaluate
-from diffshard.base import InfeasibleError
-from diffshard.deadline import Deadline
+from diffshard.base import Deadline, InfeasibleError
 from diffshard.sharding_search.number_formats import ProductGroup, kind_of
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.plan_store import start_of

@@ -12,8 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from cost.base import Hardware
 from cost.presets import hardware_of, preset_of_mesh
 from cost.real_numbers import is_positive, real_number, whole_number
-from diffshard.base import Solver
-from diffshard.deadline import Deadline
+from diffshard.base import Deadline, Solver
 from diffshard.live_progress import ProgressDisplay
 from diffshard.plans.base import Executor, LogicalAxisRules, PlanData
 from diffshard.sharding_search.mesh_candidates import LevelNames, MeshCandidate

@@ -15,7 +15,6 @@ from diffshard.base import PlanError
 from diffshard.plans.base import Executor, PlanData, Tensor
 from diffshard.plans.difference import PlanDifference, difference_of
 from diffshard.plans.file import load, save
-from diffshard.plans.logical_rules import LogicalRules, logical_rules_of
 from diffshard.plans.page import format_page
 from diffshard.plans.page_elements import framed
 from diffshard.plans.text import format_in_line, format_plan
@@ -30,6 +29,7 @@ from diffshard.sharding_search.carried import (
 )
 from diffshard.sharding_search.executors import with_executor
 from diffshard.sharding_search.fingerprints import plan_facts
+from diffshard.sharding_search.logical_axes import LogicalRules, logical_rules_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.placing_arrays import (
     FreshState,

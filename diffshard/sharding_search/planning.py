@@ -12,10 +12,9 @@ from typing import Any, TypedDict
 import numpy as np
 
 from cost.base import FORBIDDEN, Problem
-from cost.evaluation import evaluate
+from cost.evaluation import evaluate, format_excess
 from cost.memory import least_memory
-from diffshard.base import OPTIMAL_GAP, InfeasibleError, Progress, Solution
-from diffshard.deadline import Deadline
+from diffshard.base import OPTIMAL_GAP, Deadline, InfeasibleError, Progress, Solution
 from diffshard.outer_search import CutOffError
 from diffshard.plans.base import Operation, PlannedObjective, PredictedCollective, Tensor
 from diffshard.plans.formats import short_name
@@ -41,7 +40,6 @@ from diffshard.sharding_search.whole_work import whole_work_of
 from diffshard.solving.objectives.minimise import TANGENT_SHARE
 from diffshard.solving.solve import DEFAULT_SOLVER, solve
 from diffshard.solving.solvers import gradient
-from diffshard.solving.violations import format_excess
 from search_spaces.partition_specs import IndexedSpec, NamedSpec, named_spec
 from search_spaces.sharding.base import Layout
 from search_spaces.sharding.explaining import NextBest, Summary

@@ -7,8 +7,7 @@ import numpy as np
 from cost.streams import Played, play
 from diffshard.checks.kernel_work import BETWEEN_HOSTS as BETWEEN_HOSTS_NAME
 from diffshard.checks.kernel_work import INSIDE_HOST as INSIDE_HOST_NAME
-from diffshard.checks.spans import COMPUTE, Span
-from diffshard.checks.timeline import Timeline
+from diffshard.checks.timeline import COMPUTE, Span, Timeline
 from diffshard.checks.timeline_lanes import lanes_of
 from diffshard.plans.sections import LEAST_SHARE_AT_PEAK, HeldTensor, MemoryProfile
 from diffshard.plans.timeline import PredictedTimeline, PredictedWait

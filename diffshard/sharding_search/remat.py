@@ -24,8 +24,7 @@ import numpy as np
 
 from cost.base import Problem
 from cost.memory import least_memory
-from diffshard.base import InfeasibleError, Proposal, Solution
-from diffshard.deadline import Deadline
+from diffshard.base import Deadline, InfeasibleError, Proposal, Solution
 from diffshard.outer_search import Candidate, CutOffError, Outcome, OuterSearch
 from diffshard.plans.sections import How, Rematerialisation, Residual
 from diffshard.plans.summary import modules_of

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from cost.base import Hardware
-from diffshard.base import InfeasibleError, Progress
-from diffshard.deadline import Deadline
+from diffshard.base import Deadline, InfeasibleError, Progress
 from diffshard.outer_search import Candidate, Outcome, OuterSearch
 from diffshard.plans.base import PlannedObjective, TriedShape
 from diffshard.sharding_search.mesh_candidates import MeshCandidate

@@ -34,8 +34,14 @@ from diffshard.sharding_search.call import (
 from diffshard.sharding_search.mesh_candidates import LevelNames
 from diffshard.sharding_search.module_scopes import module_scopes
 from diffshard.sharding_search.options import Options, has_explicit_axes, with_automatic_axes
-from search_spaces.sharding.explicit_axes import has_constraints, has_reshards, with_constraints, without_context_mesh
-from search_spaces.sharding.given import as_sharding, given_dimensions
+from search_spaces.sharding.given import (
+    as_sharding,
+    given_dimensions,
+    has_constraints,
+    has_reshards,
+    with_constraints,
+    without_context_mesh,
+)
 from search_spaces.sharding.graph import Graph, check_sizes
 from search_spaces.sharding.opaque.cudnn import planned_without_cudnn
 from search_spaces.sharding.space import ShardingSpace

@@ -11,7 +11,6 @@ A problem passes through these rooms:
 - `moves/` has what improves a choice: exact moves of forests, neighbourhoods, single nodes and Markov chains.
 
 All of them work on the same layout, a problem as flat arrays (`flat.py`). Beside them stand `quotient.py`, a problem in
-which equal layers take equal strategies; `contest.py`, the file
-format of the IOPDDL contest; `violations.py`, what is wrong with an infeasible choice in words; and `examples.py`, two
+which equal layers take equal strategies; `contest.py`, the file format of the IOPDDL contest; and `examples.py`, two
 small problems for the solvers' `EXAMPLE`s.
 """

@@ -28,8 +28,7 @@ import numpy as np
 from cost.base import Problem
 from cost.evaluation import Evaluator, checked_choice
 from cost.validation import validate, with_finite_loads
-from diffshard.base import OPTIMAL_GAP, Progress, Proposal, Solution, Solver
-from diffshard.deadline import Deadline
+from diffshard.base import OPTIMAL_GAP, Deadline, Progress, Proposal, Solution, Solver
 from diffshard.solving.loop import Best, in_range, proposals, reduced, run_solver
 from diffshard.solving.presolve.base import Reduction, identity
 from diffshard.solving.quotient import Quotient, classes, merge_classes

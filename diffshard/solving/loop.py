@@ -25,8 +25,7 @@ from cost.edges import distinct_arrays
 from cost.evaluation import Evaluator, checked_choice
 from cost.memory import least_memory, usage_error
 from cost.validation import validate, with_finite_loads
-from diffshard.base import OPTIMAL_GAP, InfeasibleError, Progress, Proposal, Solution, Solver
-from diffshard.deadline import Deadline
+from diffshard.base import OPTIMAL_GAP, Deadline, InfeasibleError, Progress, Proposal, Solution, Solver
 from diffshard.solving.presolve.base import Reduction, identity
 from diffshard.solving.presolve.pipeline import presolve
 

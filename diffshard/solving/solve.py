@@ -23,8 +23,7 @@ from cost.evaluation import checked_choice, evaluate
 from cost.quantities import with_weights
 from cost.real_numbers import is_positive, real_number, whole_number
 from cost.validation import validate, with_finite_loads
-from diffshard.base import OPTIMAL_GAP, Progress, Solution, Solver
-from diffshard.deadline import Deadline
+from diffshard.base import OPTIMAL_GAP, Deadline, Progress, Solution, Solver
 from diffshard.public_names import did_you_mean
 from diffshard.solving import solvers
 from diffshard.solving.coarse_to_fine import run_coarse_to_fine

@@ -20,8 +20,8 @@ import numpy as np
 from cost.base import Problem, num_strategies
 from diffshard.base import OPTIMAL_GAP, Proposal
 from diffshard.solving.flat import numpy_generator
-from diffshard.solving.phases.base import Clock
 from diffshard.solving.phases.improving import Balancing
+from diffshard.solving.phases.starts import Clock
 from diffshard.solving.solvers import gradient
 from diffshard.tables.bound import StrategyArrays, enumerated, lower_bound_s, strategy_arrays
 from diffshard.tables.chains import SCHEDULE, Schedule, SummedChains, scaled

@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from cost.embedding_tables import BACKWARD_FACTOR, copy_reduction_s
-from cost.number_ranges import Amount, Count
 from cost.pooled_networks import PooledNetwork, check_network
+from cost.real_numbers import Amount, Count
 from diffshard.files import write_whole
 from diffshard.plans.json_values import MisfitError, from_json_values
 from search_spaces.embedding_tables.base import (

@@ -26,7 +26,7 @@ from diffshard.tables.layout import check_fits
 from diffshard.tables.plan_data import TablePlanData, check_table_plan, format_table_plan
 from diffshard.tables.programs import DevicePrograms
 from search_spaces.embedding_tables.prices import lookup_and_update_s
-from search_spaces.sharding.stated_seconds import stating_seconds
+from search_spaces.sharding.own_collectives import stating_seconds
 
 _EPSILON = 1e-8  # of Adagrad, as in FBGEMM
 

@@ -9,9 +9,9 @@ from functools import cached_property
 from jax.sharding import AbstractMesh, Mesh
 
 from cost.embedding_tables import step_s
-from cost.number_ranges import Amount, Count
-from diffshard.plans.certificate import Certified, History, check_certificate
+from cost.real_numbers import Amount, Count
 from diffshard.plans.formats import format_bytes, format_count, format_devices, format_s, format_table, wrapped
+from diffshard.plans.plan_record import Certified, History, check_certificate
 from diffshard.tables.layout import Layout
 from diffshard.tables.learned_cost import LearnedPrediction
 from diffshard.tables.row_orders import RowOrder, check_orders

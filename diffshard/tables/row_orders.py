@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cost.number_ranges import Index
+from cost.real_numbers import Index
 from search_spaces.embedding_tables.base import EmbeddingTable, Piece
 
 

@@ -12,8 +12,7 @@ import math
 import jax
 
 from cost.real_numbers import is_positive
-from diffshard.base import OPTIMAL_GAP, Progress, Solution, Solver
-from diffshard.deadline import Deadline
+from diffshard.base import OPTIMAL_GAP, Deadline, Progress, Solution, Solver
 from diffshard.solving.presolve.base import identity
 from diffshard.solving.solve import solve
 from diffshard.tables import annealing

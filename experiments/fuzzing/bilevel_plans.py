@@ -16,8 +16,7 @@ import optax
 
 from diffshard.base import PlanError
 from diffshard.bilevel_search.plans.base import Proof, TrainedCandidate
-from diffshard.bilevel_search.plans.pareto import pareto
-from diffshard.bilevel_search.plans.plan import BilevelPlan, proved_plan
+from diffshard.bilevel_search.plans.plan import BilevelPlan, pareto, proved_plan
 from diffshard.bilevel_search.relaxation import exact_cost
 from diffshard.successive_halving import HalvingRecord
 from experiments.fuzzing.damage import Damage

@@ -4,9 +4,9 @@ import json
 import warnings
 from typing import Any
 
+from cost.evaluation import violations
 from diffshard.solving import contest
 from diffshard.solving.solve import solve
-from diffshard.solving.violations import violations
 from experiments.fuzzing.damage import Damage
 from experiments.fuzzing.outcomes import REFUSED, TAKEN, error_outcome
 

@@ -17,8 +17,8 @@ from diffshard.base import Proposal
 from diffshard.solving.presolve.base import identity
 from diffshard.solving.solve import solve
 from diffshard.solving.solvers import exact, greedy
-from diffshard.solving.solvers._highs_process import Answer, HighsProcess
 from diffshard.solving.solvers._programme import Programme
+from diffshard.solving.solvers.exact import Answer, HighsProcess
 from experiments.fuzzing.outcomes import HELD, error_outcome
 from experiments.fuzzing.problems import false_claim, random_problem
 

@@ -27,7 +27,7 @@ import diffshard
 from cost.base import Hardware
 from cost.calibration import median_s
 from cost.presets import hardware_of
-from diffshard.checks.memory_plan import memory_plan
+from diffshard.checks.hlo import memory_plan
 from diffshard.plans.json_values import from_json_values
 from experiments import experts
 from experiments.host_devices import AXIS_NAMES, host_mesh, parse_mesh

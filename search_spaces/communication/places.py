@@ -17,8 +17,7 @@ from jax import lax
 from jax.extend import core
 
 from search_spaces.communication.base import CollectiveOp, Path, Place
-from search_spaces.replay import CALLS, REMAT, bind, context_of, scan_again, scan_operands, while_operands
-from search_spaces.sources import user_source
+from search_spaces.replay import CALLS, REMAT, bind, context_of, scan_again, scan_operands, user_source, while_operands
 
 _INNER = {**CALLS, **dict.fromkeys(REMAT, "jaxpr"), "scan": "jaxpr", "while": "body_jaxpr"}
 _CUSTOM_VJP = {"custom_vjp_call"}

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
+from search_spaces.base import check_are_parameters, check_is_loss, traced_loss
 from search_spaces.communication.base import CollectiveOp, CollectiveStrategy, Direction, Group, Path, Place, Site
 from search_spaces.communication.collectives import run_exact
 from search_spaces.communication.costs import as_sent, site_bytes
 from search_spaces.communication.places import Interpreter, find_places
 from search_spaces.communication.strategies import DEFAULT
-from search_spaces.losses import check_are_parameters, check_is_loss, traced_loss
 from search_spaces.partition_specs import axes_of, broadcast_specs, local_shape
 
 

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cost.base import Hardware
-from cost.number_ranges import Amount, AmountOrInf, Count, Index, Limit
-from cost.real_numbers import real_number, whole_number
+from cost.real_numbers import Amount, AmountOrInf, Count, Index, Limit, real_number, whole_number
 
 EVERY_DEVICE = -1
 """In the place of a piece's device: every device holds a copy of these rows, with all columns."""

@@ -36,12 +36,11 @@ from search_spaces.pipelines.batch_states import (
     whole_strategy,
 )
 from search_spaces.pipelines.forward_backward import is_transposed
-from search_spaces.replay import REMAT
+from search_spaces.replay import REMAT, user_source
 from search_spaces.sharding.base import Rule, ShardingStrategy
 from search_spaces.sharding.given import rank_of
 from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex, is_contraction
 from search_spaces.sharding.whole_operations import runs_whole
-from search_spaces.sources import user_source
 
 
 def batch_flow(

@@ -20,9 +20,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from search_spaces.pipelines.stage_labels import NUMBER
 from search_spaces.pipelines.stage_programs import StageProgram
-from search_spaces.replay import CALLS, bind, context_of
+from search_spaces.replay import CALLS, bind, context_of, user_source
 from search_spaces.sharding.tracing import INLINED_BODIES
-from search_spaces.sources import user_source
 
 _OF_EQUAL_SHAPES = ("threefry2x32",)
 """Primitives that JAX cannot lower if only some operands have the mapped dimension."""

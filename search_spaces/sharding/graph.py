@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend import core, source_info_util
 
 from cost.compute import CONTRACTIONS
-from search_spaces.sources import user_source
+from search_spaces.replay import user_source
 
 Kind = Literal["input", "constant", "operation", "carry", "slice", "stack", "join"]
 

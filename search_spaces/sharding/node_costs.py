@@ -15,9 +15,14 @@ from search_spaces.sharding.codes import precision_of
 from search_spaces.sharding.fusion import PICKS
 from search_spaces.sharding.graph import Operand, Value, Vertex, copies_over_host_link
 from search_spaces.sharding.kernels import Kernels
-from search_spaces.sharding.mapped_collectives import MappedCollectives
 from search_spaces.sharding.opaque.operations import local_operands, local_work, opaque_of, own_collectives
-from search_spaces.sharding.opaque.own_collectives import OwnCollective, PricedCollective, priced
+from search_spaces.sharding.own_collectives import (
+    MappedCollectives,
+    OwnCollective,
+    PricedCollective,
+    priced,
+    stated_seconds,
+)
 from search_spaces.sharding.product_formats import (
     FORMATS,
     ProductFormat,
@@ -26,7 +31,6 @@ from search_spaces.sharding.product_formats import (
 )
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
 from search_spaces.sharding.spec import local_bytes, shards
-from search_spaces.sharding.stated_seconds import stated_seconds
 from search_spaces.sharding.sum_residuals import BYTES, residual_of, trips_of
 
 UPDATES = {

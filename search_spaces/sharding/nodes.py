@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Axes, Coded, GivenSpec, Node, Rule, ShardingStrategy
 from search_spaces.sharding.coded_sums import can_be_coded
-from search_spaces.sharding.dimensions import in_order, interchangeable_axes, kinds_of_dimensions
 from search_spaces.sharding.edge_costs import readers_of
+from search_spaces.sharding.factors import in_order, interchangeable_axes, kinds_of_dimensions
 from search_spaces.sharding.given import axes_with_meaning, constraint_of, fits, rank_of, shard_map_strategy
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.opaque.operations import opaque_of, runs_on_parts
-from search_spaces.sharding.partitioner_faults import is_partitioned_wrongly
 from search_spaces.sharding.reshard_costs import ReshardCosts
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.spec import axes_in, divides, shards, specs_of_shape
@@ -21,7 +20,7 @@ from search_spaces.sharding.strategies import (
     strategies_of_rule,
     strategy_of_spec,
 )
-from search_spaces.sharding.whole_operations import runs_whole
+from search_spaces.sharding.whole_operations import is_partitioned_wrongly, runs_whole
 
 MOST_STRATEGIES = 500
 """The most strategies of one vertex. Two mesh axes never come near it; operations of many dimensions on three do."""

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Axes, Dimensions, ReshardStep, Rule, ShardingStrategy
-from search_spaces.sharding.dimensions import in_order
+from search_spaces.sharding.factors import in_order
 from search_spaces.sharding.spec import axes_in, divides, may_split, replicated_spec, shards
 
 _T = TypeVar("_T")

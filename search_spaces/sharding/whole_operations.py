@@ -16,7 +16,7 @@ from search_spaces.sharding.local_operations import PARAMETERS, PLACED_OPERATION
 from search_spaces.sharding.local_ragged_products import ragged_contraction
 from search_spaces.sharding.opaque.operations import can_split, opaque_of
 from search_spaces.sharding.right_sides import RIGHT_SIDES
-from search_spaces.sharding.spec import parts_of
+from search_spaces.sharding.spec import axes_in, parts_of
 
 # fmt: off
 _ELEMENTWISE = frozenset(
@@ -186,3 +186,24 @@ _CONDITIONS: dict[str, _Condition] = {
     **dict.fromkeys(RIGHT_SIDES, _is_even),
     **dict.fromkeys(("scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"), _scatters_rows),
 }  # fmt: skip
+
+
+def is_partitioned_wrongly(vertex: Vertex, strategy: ShardingStrategy) -> bool:
+    """Tells whether XLA's partitioner computes an operation wrongly with a strategy that it is told by constraints.
+
+    Such a product contracts over several mesh axes. Some of them split a batch dimension of the result, which others
+    split already, and some split nothing of the result.
+    """
+    if vertex.primitive != "dot_general":
+        return False
+    assert vertex.equation is not None
+    (contracted, _), (batch, _) = vertex.equation.params["dimension_numbers"]
+    (operand, *_), (before,), (after,) = strategy.operands, strategy.unreduced, strategy.results
+    summed = axes_in(tuple(operand[d] for d in contracted))
+    is_scattered = any(before[d] and summed & set(after[d]) for d in range(len(batch)))  # they come first in a result
+    return is_scattered and not summed <= axes_in(after)
+
+
+def wrongly_partitioned(graph: Graph, strategies: Sequence[ShardingStrategy]) -> list[Vertex]:
+    """Returns the operations that XLA's partitioner computes wrongly with these strategies, one for each vertex."""
+    return [v for v in graph.operations() if is_partitioned_wrongly(v, strategies[v.index])]

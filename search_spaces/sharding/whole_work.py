@@ -18,14 +18,14 @@ from typing import NamedTuple
 
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Axes, Dimensions, Node, Rule, ShardingStrategy
-from search_spaces.sharding.dimensions import kinds_of_dimensions
 from search_spaces.sharding.explaining import sources_of
+from search_spaces.sharding.factors import kinds_of_dimensions
 from search_spaces.sharding.given import is_constrained
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.opaque.operations import UNEVEN, name_of, opaque_of, refusal
+from search_spaces.sharding.own_collectives import stated_seconds
 from search_spaces.sharding.spec import axes_in
-from search_spaces.sharding.stated_seconds import stated_seconds
 from search_spaces.sharding.strategies import strategies_of_rule
 from search_spaces.sharding.whole_operations import runs_whole
 

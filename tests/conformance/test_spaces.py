@@ -14,7 +14,7 @@ import search_spaces
 from cost.base import is_forbidden, num_strategies
 from cost.evaluation import evaluate
 from cost.validation import validate
-from diffshard.bilevel_search.spaces import lossy_methods, missing_for_loss
+from diffshard.bilevel_search.inputs import lossy_methods, missing_for_loss
 from diffshard.solving.solve import solve
 from search_spaces import numbered
 from search_spaces.base import Part

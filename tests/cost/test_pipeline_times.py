@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cost.pipeline_schedules import BACKWARD, FORWARD, SEND_BACKWARD, SEND_FORWARD, graph_of, schedule_graph
 from cost.pipeline_times import StageTimes, lower_bound_s, simulate, soft_step_s
-from cost.schedule_orders.base import Operation
+from cost.schedule_orders import Operation
 
 EQUAL = StageTimes([1] * 4, [2] * 4, [1] * 3, [1] * 3)
 SCHEDULES = ("gpipe", "1f1b", "eager")

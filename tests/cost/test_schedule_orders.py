@@ -13,7 +13,7 @@ import pytest
 from cost.pipeline_schedules import _ORDERS, graph_of, in_flight, splits_backward
 from cost.pipeline_steps import pipeline_step
 from cost.pipeline_times import StageTimes, simulate
-from cost.schedule_orders.base import BACKWARD, FORWARD, WEIGHTS
+from cost.schedule_orders import BACKWARD, FORWARD, WEIGHTS
 
 SETTINGS = [
     (schedule, num_devices, count, each)

@@ -10,8 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from cost.base import Problem
-from diffshard.checks.compilation import CompiledStep, compile_steps
-from diffshard.checks.compile_process import Job
+from diffshard.checks.compilation import CompiledStep, Job, compile_steps
 from diffshard.checks.targets import TARGETS
 from diffshard.child_processes import python_command, python_environment
 from diffshard.sharding_search.executors import FlatFunction

@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from diffshard.base import InfeasibleError
-from diffshard.deadline import Deadline
+from diffshard.base import Deadline, InfeasibleError
 from diffshard.outer_search import Candidate, CutOffError, Outcome, OuterSearch
 
 

@@ -11,7 +11,7 @@ from cost.base import Hardware, Link
 from cost.clusters import Cluster
 from cost.host_groups import Hosts
 from diffshard import InfeasibleError
-from diffshard.deadline import Deadline
+from diffshard.base import Deadline
 from diffshard.renting import Offer, rent
 
 FREE = Link(0.0, 0.0)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from diffshard.checks.memory_plan import MemoryPlan
+from diffshard.checks.hlo import MemoryPlan
 from diffshard.checks.verify import ComparedBytes, ComparedMemory, Verification
 from experiments import truth
 from experiments.models import mlp

@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import diffshard
 from diffshard.sharding_search.module_scopes import module_scopes
-from search_spaces import sources
-from search_spaces.sources import function_source, user_source
+from search_spaces import replay
+from search_spaces.replay import function_source, user_source
 
 HERE = str(Path(__file__))
 MESH = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
@@ -86,7 +86,7 @@ def test_modules_of_equinox_are_named_by_the_line_that_calls_the_library():
 
 @pytest.mark.parametrize("folder", ["costmodel", "diffshard_models", "search_spaces_of_mine"])
 def test_neighbours_of_packages_are_code_of_the_user(folder):
-    package = Path(sources.__file__).resolve().parents[1] / folder / "net.py"
+    package = Path(replay.__file__).resolve().parents[1] / folder / "net.py"
     names = {}
     exec(compile("def call(x):\n    return x + 1\n", str(package), "exec"), names)
     (equation,) = jax.make_jaxpr(names["call"])(1.0).eqns

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from diffshard.base import PlanError
-from diffshard.bilevel_search.inputs import as_whole, check_key
+from diffshard.bilevel_search.inputs import as_lossy, as_whole, check_arguments, check_key, missing_for_loss
 from diffshard.bilevel_search.plans.base import BilevelPlanData
-from diffshard.bilevel_search.spaces import as_lossy, check_arguments, missing_for_loss
 from search_spaces.base import Batch, Choice, LossAndGradients, LossySpace, Params, Residuals, SearchSpace, Selection
 
 

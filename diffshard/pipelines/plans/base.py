@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from cost.number_ranges import Amount, AmountOrInf, Count, Index, Limit
 from cost.pipeline_schedules import Schedule
 from cost.pipeline_steps import Overlap
+from cost.real_numbers import Amount, AmountOrInf, Count, Index, Limit
 from diffshard.plans.base import Tensor
-from diffshard.plans.certificate import Certified, History
 from diffshard.plans.json_values import JsonValues
+from diffshard.plans.plan_record import Certified, History
 
 GradientReduction = Literal["each_microbatch", "once"]
 """How often gradients are reduced over devices: in each micro-batch, or once, when the step ends."""

@@ -10,8 +10,8 @@ from cost.pipeline_schedules import Schedule, splits_backward
 from cost.pipeline_steps import PipelineStep, StepsInTurn, pipeline_step, steps_in_turn
 from cost.pipeline_times import StageTimes
 from diffshard.pipelines.plans.base import PipelinePlanData, PlannedStage
-from diffshard.plans.certificate import check_certificate
 from diffshard.plans.consistency import check_tensor
+from diffshard.plans.plan_record import check_certificate
 
 
 def simulated(plan: PipelinePlanData) -> PipelineStep:

@@ -32,10 +32,11 @@ from diffshard.plans.formats import (
     format_percent,
     format_s,
     format_spec,
+    group_names,
+    readable_path,
     short_name,
 )
 from diffshard.plans.page_elements import COMPUTE, Html, axis_fills, bar, cards, document, escape, table
-from diffshard.plans.patterns import group_names, readable_path
 from diffshard.plans.summary import local_bytes
 
 _RESIDUALS = "#d9822b"  # of the bar of memory, as in the drawings of memory of ordinary plans

@@ -17,7 +17,7 @@ from diffshard.solving.moves.balance import Balance
 from diffshard.solving.moves.chains import Chains
 from diffshard.solving.moves.neighbourhoods import perturb, split
 from diffshard.solving.moves.polish import rounded_choice
-from diffshard.solving.phases.base import NO_BOUND, Phase, Search
+from diffshard.solving.phases.starts import NO_BOUND, Phase, Search
 
 
 @dataclass(frozen=True)

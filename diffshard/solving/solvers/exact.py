@@ -4,12 +4,22 @@ HiGHS computes with absolute tolerances. So `_programme.py` counts costs from th
 out what no choice takes that is cheaper than the best known one; a bound of HiGHS's is lowered by the most that its
 tolerances can make of that. Where this is too much, a better choice makes the programme smaller and its numbers finer,
 and HiGHS solves it again.
+
+HiGHS runs in a process of its own, an iterator of answers that can be left at any moment.
 """
 
+import contextlib
 import importlib.util
 import math
+import pickle
+import queue
+import subprocess
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -17,11 +27,77 @@ import numpy as np
 from cost.base import Problem, num_strategies
 from cost.evaluation import Evaluator
 from diffshard.base import OPTIMAL_GAP, Proposal
+from diffshard.child_processes import python_command, python_environment
 from diffshard.solving.examples import coupled_ring
 from diffshard.solving.loop import Rounding
 from diffshard.solving.solvers import greedy
-from diffshard.solving.solvers._highs_process import POLL_INTERVAL_S, HighsProcess
-from diffshard.solving.solvers._programme import Window, window
+from diffshard.solving.solvers._programme import Programme, Window, window
+
+POLL_INTERVAL_S = 0.05
+"""Seconds between two looks at HiGHS's answers; chosen by hand."""
+Answer = tuple[np.ndarray | None, float]
+
+
+class HighsProcess:
+    """A process that solves one programme after the other; it starts at once, while programmes are built."""
+
+    def __init__(self):
+        command = python_command(str(Path(__file__).with_name("_highs.py")))
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=python_environment())
+        self._told: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        for thread in self._threads:
+            thread.join()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+        self._process.wait()
+
+    def answers(self, programme: Programme, options: dict[str, Any]) -> Generator[Answer]:
+        """Yields HiGHS's answers, values and a bound, until it ends; (None, -inf) while there is none."""
+        rows = programme.rows.indptr, programme.rows.indices, programme.rows.data
+        message = programme._asdict() | {"rows": rows, "options": options}
+        thread = threading.Thread(target=self._talk, args=(message,))
+        self._threads.append(thread)
+        thread.start()
+        while True:
+            try:
+                answer = self._told.get(timeout=POLL_INTERVAL_S)
+            except queue.Empty:
+                yield None, -math.inf
+                continue
+            if answer is None:
+                break
+            yield answer
+        thread.join()
+        if code := self._process.poll():
+            raise RuntimeError(f"HiGHS ended with exit code {code}; take 'gradient', or a smaller problem.")
+
+    def _talk(self, message: dict[str, Any]) -> None:
+        """Sends a programme, and puts the answers into the queue; the last one is None."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        try:
+            pickle.dump(message, stdin)
+            stdin.flush()
+            while (answer := pickle.load(stdout)) is not None:
+                self._told.put(answer)
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=1.0)  # so that its exit code is there
+        self._told.put(None)
+
 
 _RELATIVE_GAP = 1e-9  # at which HiGHS stops; far below `OPTIMAL_GAP`
 _WHOLE_TOLERANCE = (

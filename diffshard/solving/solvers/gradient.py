@@ -27,9 +27,18 @@ from diffshard.solving.examples import coupled_ring
 from diffshard.solving.flat import flatten, numpy_generator, with_ceiling
 from diffshard.solving.moves.forest import Grow, grow_forest
 from diffshard.solving.moves.polish import Polish
-from diffshard.solving.phases.base import Climb, Clock, Phase, Search, Start
 from diffshard.solving.phases.improving import Annealing, Branches, Neighbourhoods, SideBySide, TemperedChains
-from diffshard.solving.phases.starts import MOST_CLIMB_STARTS, DualClimb, DualStarts, QuotientStart
+from diffshard.solving.phases.starts import (
+    MOST_CLIMB_STARTS,
+    Climb,
+    Clock,
+    DualClimb,
+    DualStarts,
+    Phase,
+    QuotientStart,
+    Search,
+    Start,
+)
 from diffshard.solving.solvers import exhaustive
 
 MOST_ENUMERATED = 1 << 16

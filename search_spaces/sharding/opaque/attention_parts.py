@@ -21,9 +21,9 @@ from cost.base import AttentionWork
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.opaque.cudnn import FORWARD, named_rule, work_of_attention
 from search_spaces.sharding.opaque.notation import NamedDimensions, NamedRule
-from search_spaces.sharding.opaque.own_collectives import OwnCollective
-from search_spaces.sharding.opaque.parts import Parts
 from search_spaces.sharding.opaque.ring import Ring, attend, is_causal, run_backward, run_forward, sequence_dimension
+from search_spaces.sharding.opaque.work import Parts
+from search_spaces.sharding.own_collectives import OwnCollective
 from search_spaces.sharding.spec import parts_of
 
 _SEQUENCE = "sequence"

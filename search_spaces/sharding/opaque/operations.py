@@ -15,7 +15,6 @@ from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.opaque.attention_parts import ring_collectives, run_attention, sequence_rules, work_of_parts
 from search_spaces.sharding.opaque.cudnn import BACKWARD, FORWARD, rule_of_attention
 from search_spaces.sharding.opaque.kernel import Kernel
-from search_spaces.sharding.opaque.own_collectives import OwnCollective
 from search_spaces.sharding.opaque.pallas import name_of_call, rule_of_call, run_call, work_of_call
 from search_spaces.sharding.opaque.partitioning import (
     name_of_partitioning,
@@ -23,7 +22,8 @@ from search_spaces.sharding.opaque.partitioning import (
     run_partitioning,
     work_of_partitioning,
 )
-from search_spaces.sharding.opaque.parts import Parts
+from search_spaces.sharding.opaque.work import Parts
+from search_spaces.sharding.own_collectives import OwnCollective
 from search_spaces.sharding.right_sides import RIGHT_SIDES
 from search_spaces.sharding.spec import parts_of
 

@@ -16,8 +16,7 @@ from cost.compute import jaxpr_flops
 from search_spaces.partition_specs import IndexedSpec, named_spec, partition_spec
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.opaque.notation import NamedDimensions, NamedRule, Shape, parse_rule
-from search_spaces.sharding.opaque.parts import Parts
-from search_spaces.sharding.opaque.work import arrays_bytes, dtype_of_work
+from search_spaces.sharding.opaque.work import Parts, arrays_bytes, dtype_of_work
 
 _BATCHING = "…"  # how JAX writes `...` in a rule, with the number of its group
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend import core
 
 from cost.base import Work
 from cost.compute import inner_jaxprs, jaxpr_flops
+from search_spaces.partition_specs import IndexedSpec
 
 
 def arrays_bytes(arrays: Sequence[Any]) -> float:
@@ -44,3 +45,30 @@ def estimates(jaxpr: core.Jaxpr) -> Iterator[float]:
         elif equation.primitive.name != "pallas_call":
             for inner in inner_jaxprs(equation):
                 yield from estimates(inner.jaxpr if isinstance(inner, core.ClosedJaxpr) else inner)
+
+
+class Parts(NamedTuple):
+    """How the arrays of an opaque operation are split over a mesh."""
+
+    operands: tuple[IndexedSpec, ...]
+    results: tuple[IndexedSpec, ...]
+    axis_names: tuple[str, ...]
+    axis_sizes: tuple[int, ...]
+
+    @property
+    def is_split(self) -> bool:
+        """Whether any array is split."""
+        return any(axes for spec in (*self.operands, *self.results) for axes in spec)
+
+
+PALLAS_TARGETS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")
+"""Pallas calls, by Triton and by Mosaic."""
+CUDNN_TARGETS = tuple(
+    f"__cudnn$fmha{bias}Softmax{dropout}{backward}"
+    for bias in ("", "ScaleBias")
+    for dropout in ("", "Dropout")
+    for backward in ("", "Backward")
+)
+"""cuDNN's attention."""
+CUSTOM_CALL_TARGETS = (*PALLAS_TARGETS, *CUDNN_TARGETS)
+"""All of them."""

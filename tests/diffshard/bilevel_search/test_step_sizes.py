@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from diffshard.bilevel_search.optimizer_derivatives import step_sizes
+from diffshard.bilevel_search.model import step_sizes
 
 KEY = jax.random.key(0)
 PARAMS = {"a": jnp.array([1.0, -2.0, 0.5]), "b": jnp.array([[3.0]])}

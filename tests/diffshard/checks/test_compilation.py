@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from diffshard.checks.compilation import CompiledStep
-from diffshard.checks.compile_process import HLO, MEMORY, Job, compile_job
-from diffshard.checks.memory_plan import MemoryPlan
+from diffshard.checks.compilation import HLO, MEMORY, CompiledStep, Job, compile_job
+from diffshard.checks.hlo import MemoryPlan
 from diffshard.checks.targets import TARGETS
 from diffshard.sharding_search.executors import FlatFunction
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from diffshard.checks.kernel_work import BETWEEN_HOSTS, HOST_MEMORY, INSIDE_HOST
-from diffshard.checks.spans import COMPUTE, unroll
-from diffshard.checks.timeline import simulate
+from diffshard.checks.timeline import COMPUTE, simulate, unroll
 from diffshard.checks.timeline_lanes import write_perfetto
 from tests.diffshard.checks.small_schedules import BY_DATA, BY_MODEL, MESH, RATES, played, program
 

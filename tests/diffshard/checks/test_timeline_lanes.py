@@ -5,12 +5,11 @@ import re
 import pytest
 
 from diffshard.checks.kernel_work import INSIDE_HOST
-from diffshard.checks.spans import COMPUTE, Repetition, Span
-from diffshard.checks.timeline import Timeline
+from diffshard.checks.timeline import COMPUTE, Repetition, Span, Timeline
 from diffshard.checks.timeline_lanes import MAX_BARS, RESOLUTION, lanes_of
 from diffshard.plans.comparison import ComparedPlan, Comparison, page_elements
 from diffshard.plans.json_values import from_json_values, to_json_values
-from diffshard.plans.lanes import Lane, LaneBar, lane_elements
+from diffshard.plans.timeline import Lane, LaneBar, lane_elements
 from tests.diffshard.plans.page_checker import checked_page
 
 

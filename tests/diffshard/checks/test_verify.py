@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from diffshard.checks.memory_plan import MemoryPlan
+from diffshard.checks.hlo import MemoryPlan
 from diffshard.checks.verify import ComparedMemory, verify
 from diffshard.plans.base import PredictedCollective
 from tests.diffshard.checks.megatron_block import SHAPES, block_mesh, parallel_block

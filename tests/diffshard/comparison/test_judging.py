@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import diffshard
 from diffshard.checks.compilation import CompiledStep
-from diffshard.checks.memory_plan import MemoryPlan
+from diffshard.checks.hlo import MemoryPlan
 from diffshard.checks.targets import Target
 from diffshard.comparison import compare
 from diffshard.comparison.compare import CompilablePlan, judge

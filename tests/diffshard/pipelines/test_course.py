@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import diffshard
-from diffshard import deadline
+from diffshard import base
 from diffshard.pipelines import course, pipelined_function
 from diffshard.pipelines.course import Course
 
@@ -45,7 +45,7 @@ def _course(time_limit_s):
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(course, "time", clock)
-    monkeypatch.setattr(deadline, "time", clock)
+    monkeypatch.setattr(base, "time", clock)
     return clock
 
 

@@ -21,8 +21,8 @@ from diffshard.plans.base import (
     TriedShape,
 )
 from diffshard.plans.comparison import ComparedPlan, Comparison
-from diffshard.plans.lanes import Lane, LaneBar
 from diffshard.plans.sections import Advice, PredictedComputing, Rematerialisation, Residual, WholeWork
+from diffshard.plans.timeline import Lane, LaneBar
 from diffshard.resharding import Move
 from diffshard.tables.learned_cost import LearnedPrediction
 from diffshard.tables.row_orders import RowOrder

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import diffshard
 from diffshard.checks.collectives import split_by_axis, with_reduce_scatters
 from diffshard.checks.explicit_collectives import explicit_collectives
-from diffshard.checks.memory_plan import memory_plan
+from diffshard.checks.hlo import memory_plan
 from tests.diffshard.sharding_search.small_searches import SLOW, mesh_2x2
 
 MESH = AbstractMesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)

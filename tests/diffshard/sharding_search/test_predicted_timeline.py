@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import diffshard
-from diffshard.checks.spans import COMPUTE
+from diffshard.checks.timeline import COMPUTE
 from diffshard.plans.formats import format_s
 
 MESH = AbstractMesh((4,), ("x",), axis_types=(AxisType.Auto,))

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 import diffshard
-from diffshard import deadline
+from diffshard import base
 from diffshard.base import Proposal
 from search_spaces.sharding import space
 from tests.diffshard.sharding_search.small_searches import (
@@ -135,7 +135,7 @@ def test_the_time_limit_begins_when_the_problem_is_built(monkeypatch):
         yield Proposal(np.zeros(len(problem.node_cost), np.int64))
 
     monkeypatch.setattr(space, "transfer_matrices", slow_matrices)
-    monkeypatch.setattr(deadline, "time", SimpleNamespace(perf_counter=lambda: clock_s[0]))
+    monkeypatch.setattr(base, "time", SimpleNamespace(perf_counter=lambda: clock_s[0]))
     diffshard.search(train_step, mesh_2x2(), hardware=SLOW, solver=recorder, time_limit_s=900.0).plan(
         *train_arguments()
     )

@@ -13,8 +13,7 @@ from diffshard.base import InfeasibleError
 from diffshard.solving.presolve import memory, pipeline
 from diffshard.solving.presolve.elimination import eliminate
 from diffshard.solving.presolve.memory import compress_memory
-from diffshard.solving.presolve.pipeline import presolve
-from diffshard.solving.presolve.ties import merge_ties
+from diffshard.solving.presolve.pipeline import merge_ties, presolve
 from diffshard.solving.solvers.exhaustive import price
 from tests.diffshard.solving.random_problems import layered_problem, small_problem
 

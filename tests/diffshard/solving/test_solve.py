@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from cost.base import FORBIDDEN, Problem
-from cost.evaluation import evaluate
+from cost.evaluation import evaluate, violations
 from diffshard.base import Proposal
 from diffshard.solving.presolve.base import identity
 from diffshard.solving.solve import solve, solver_names
-from diffshard.solving.violations import violations
 from tests.diffshard.solving.random_problems import layered_problem, small_problem
 
 EMPTY = np.zeros((0, 2), int)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from cost.base import FORBIDDEN, Problem
-from diffshard.solving.violations import violations
+from cost.evaluation import violations
 
 EMPTY = np.zeros((0, 2), int)
 INTERVALS = np.array([[3, 5], [4, 7], [9, 11]])

@@ -7,8 +7,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from search_spaces.sharding.mapped_collectives import MappedCollectives
-from search_spaces.sharding.stated_seconds import stating_seconds
+from search_spaces.sharding.own_collectives import MappedCollectives, stating_seconds
 from tests.search_spaces.sharding.small_spaces import array, hardware_of, space_of
 
 NAMES, SIZES = ("x", "y"), (2, 4)

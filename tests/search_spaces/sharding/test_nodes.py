@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cost.base import Hardware, Link
-from search_spaces.sharding.dimensions import in_order, interchangeable_axes, kinds_of_dimensions
+from search_spaces.sharding.factors import in_order, interchangeable_axes, kinds_of_dimensions
 from search_spaces.sharding.graph import Value
 from search_spaces.sharding.nodes import MOST_STRATEGIES
 from search_spaces.sharding.reshard_costs import ReshardCosts

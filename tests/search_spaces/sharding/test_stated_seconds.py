@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from search_spaces.sharding.stated_seconds import stated_seconds, stating_seconds
+from search_spaces.sharding.own_collectives import stated_seconds, stating_seconds
 
 
 def test_a_gradient_states_the_seconds_of_the_way_back_and_numbers_stay():

@@ -7,7 +7,7 @@ import pytest
 
 import diffshard
 from diffshard.base import PlanError
-from diffshard.bilevel_search.plans.file import from_json, to_json
+from diffshard.bilevel_search.plans.base import from_json, to_json
 from diffshard.bilevel_search.plans.plan import BilevelPlan
 from diffshard.successive_halving import HalvingRecord
 from tests.diffshard.bilevel_search.plans.small_bilevel_plan import proposed_plan, proved_plan

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec
 
 import diffshard
 from cost.base import Problem
-from diffshard.bilevel_search.plans.page import format_page
 from diffshard.bilevel_search.plans.plan import lossy_plan
+from diffshard.bilevel_search.plans.views import format_page
 from diffshard.bilevel_search.relaxation import best_of
 from diffshard.command.line import main
 from search_spaces.communication.places import alternatives

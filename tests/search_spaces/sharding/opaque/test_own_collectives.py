@@ -2,7 +2,7 @@
 
 import pytest
 
-from search_spaces.sharding.opaque.own_collectives import OwnCollective, PricedCollective, priced
+from search_spaces.sharding.own_collectives import OwnCollective, PricedCollective, priced
 
 BESIDE = OwnCollective("collective_permute", 0, 100.0, 3, True)
 LAST = OwnCollective("all_reduce", 0, 10.0, 1, False)

@@ -1,23 +1,74 @@
-"""The collectives that a `shard_map`'s body writes itself, so that a plan lists and prices them as all others.
+"""Collectives that an opaque operation runs itself, between its own rounds of arithmetic.
 
-The shapes in a body are those of one device's blocks, so its equations say what each device sends. A loop of known
-length sends as often as it runs, a `while` is taken to run once, and of branches the one counts that sends the most.
-Backward passes need no rule of their own: they are `shard_map`s as well, with the transposed collectives in them.
-
-Collectives over several axes go along one axis after the other. Those of groups that are smaller than their axis stand
-as ones along the whole axis of which each device sends as many bytes.
+A plan lists them as it lists all others. Those that run beside a round are waited for only as far as they take longer
+than its arithmetic.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.extend import core
+from jax.interpreters import ad, batching, mlir
 
 from cost.base import CollectiveKind
 from cost.collectives import collective_sent_bytes
-from search_spaces.sharding.opaque.own_collectives import OwnCollective
+
+
+class OwnCollective(NamedTuple):
+    """A collective inside an opaque operation.
+
+    Attributes:
+      axis: the mesh axis along which it goes.
+      num_bytes: the full size along the axis in one group of devices (see `cost.collectives`).
+      count: executions in one run of the operation.
+      is_beside: whether each of them runs beside a round of arithmetic.
+    """
+
+    kind: CollectiveKind
+    axis: int
+    num_bytes: float
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]
+    is_beside: bool
+
+
+class PricedCollective(NamedTuple):
+    """A collective inside an opaque operation with the seconds of all its executions in one run of the operation.
+
+    Attributes:
+      link_s: seconds that the link is busy.
+      waited_s: seconds that the device waits.
+    """
+
+    collective: OwnCollective
+    link_s: float
+    waited_s: float
+
+
+def priced(
+    collectives: Sequence[OwnCollective], arithmetic_s: float, seconds_of: Callable[[OwnCollective], float]
+) -> list[PricedCollective]:
+    """Returns collectives with their seconds.
+
+    The arithmetic is that of equally long rounds, one more than collectives run beside them: a round and what runs
+    beside it take as long as the longer of both. The time that is waited is divided among the collectives by their own.
+
+    Args:
+      arithmetic_s: seconds of all rounds without any collective.
+      seconds_of: seconds of one execution of a collective alone.
+    """
+    num_beside = max((c.count for c in collectives if c.is_beside), default=0)
+    round_s = arithmetic_s / (num_beside + 1)
+    beside_s = sum(c.count * seconds_of(c) for c in collectives if c.is_beside)
+    waited_share = max(0.0, 1 - num_beside * round_s / beside_s) if beside_s else 0.0
+    entries = []
+    for collective in collectives:
+        link_s = collective.count * seconds_of(collective)
+        entries.append(PricedCollective(collective, link_s, link_s * (waited_share if collective.is_beside else 1.0)))
+    return entries
+
 
 _KINDS: dict[str, CollectiveKind] = {
     "psum": "all_reduce",
@@ -117,3 +168,49 @@ class MappedCollectives:
 
 def _num_bytes(aval: Any) -> float:
     return float(prod(aval.shape)) * aval.dtype.itemsize
+
+
+stated_seconds_p = core.Primitive("stated_seconds")
+
+
+def stating_seconds(results: Any, forward_s: float, backward_s: float = 0.0) -> Any:
+    """Returns what a `shard_map`'s body returns, marked with seconds for a plan that the mapping is part of.
+
+    Args:
+      results: a pytree of arrays, which share the seconds equally.
+      forward_s: until all are there, on the slowest device, with what is sent.
+      backward_s: from their gradients on, until the gradients of the mapping's operands are there.
+    """
+    share = 1 / max(len(jax.tree.leaves(results)), 1)
+    return jax.tree.map(lambda array: _marked(array, share * forward_s, share * backward_s), results)
+
+
+def stated_seconds(equation: core.JaxprEqn) -> float | None:
+    """Returns the seconds of one execution that a `shard_map` states; None where it states nothing."""
+    if equation.primitive.name != "shard_map":
+        return None
+    seconds = [e.params["forward_s"] for e in equation.params["jaxpr"].eqns if e.primitive is stated_seconds_p]
+    return sum(seconds) if seconds else None
+
+
+def _transposed(gradient: Any, array: Any, *, forward_s: float, backward_s: float) -> tuple[Any]:
+    del array
+    if isinstance(gradient, ad.Zero):
+        return (gradient,)
+    return (_marked(gradient, backward_s, forward_s),)
+
+
+def _marked(array: jax.Array, forward_s: float, backward_s: float) -> jax.Array:
+    return stated_seconds_p.bind(array, forward_s=float(forward_s), backward_s=float(backward_s))
+
+
+def _as_it_is(array: jax.Array, **seconds: float) -> jax.Array:
+    del seconds
+    return array
+
+
+stated_seconds_p.def_impl(_as_it_is)
+stated_seconds_p.def_abstract_eval(_as_it_is)
+mlir.register_lowering(stated_seconds_p, lambda context, array, **seconds: [array])
+ad.deflinear2(stated_seconds_p, _transposed)
+batching.defvectorized(stated_seconds_p)
