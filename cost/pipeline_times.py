@@ -1,4 +1,4 @@
-"""How long a step of a pipeline takes: a simulation of its schedule, a soft one, and a bound on every schedule.
+"""How long a step of a pipeline takes: a simulation of its schedule, and a bound on every schedule.
 
 Replicas of a pipeline take different numbers of micro-batches; their schedule, and how to balance them, come last.
 
@@ -6,10 +6,8 @@ Letters for sizes: R replicas, S stages of each of them, M micro-batches of all 
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from cost.pipeline_schedules import (
@@ -124,33 +122,6 @@ def start_times_s(graph: ScheduleGraph, durations: np.ndarray, pauses: np.ndarra
     return start
 
 
-def soft_step_s(times: StageTimes, graph: ScheduleGraph, temperature_s: float) -> jax.Array:
-    """Returns the step time of a schedule with soft maxima, which is differentiable in all of the times.
-
-    It is T·log Σ exp(x / T) in place of each maximum, at most T·log 2 more for each of the operations on a path, and
-    the step time for T → 0.
-
-    Args:
-      times: arrays, which may be traced.
-      graph: of `graph_of`; its order does not depend on the times.
-      temperature_s: T, positive seconds.
-    """
-    durations = durations_s(times, jnp)[graph.kind, graph.stage]
-    size = len(graph.kind)
-
-    def run(end: jax.Array, operation: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        i, predecessors, seconds = operation
-        start = temperature_s * jnp.logaddexp(*(end[predecessors] / temperature_s))
-        has_two = (predecessors < size).all()  # the soft maximum of one time is that time
-        start = jnp.where(has_two, start, end[predecessors].max())
-        return end.at[i].set(start + seconds), None
-
-    end, _ = jax.lax.scan(run, jnp.zeros(size + 1), (jnp.arange(size), jnp.asarray(graph.predecessors), durations))
-    last = np.array([np.flatnonzero((graph.stage == s) & np.isin(graph.kind, STAGE_KINDS))[-1]
-                     for s in range(graph.num_stages)])  # fmt: skip
-    return temperature_s * jax.nn.logsumexp(end[last] / temperature_s)
-
-
 def lower_bound_s(times: StageTimes, num_microbatches: int) -> float:
     """Returns a bound on the step time of every synchronous schedule.
 
@@ -200,13 +171,12 @@ def checked(times: StageTimes, num_stages: int) -> StageTimes:
     return StageTimes(*arrays)
 
 
-def durations_s(times: StageTimes, numpy: Any = np) -> Any:
+def durations_s(times: StageTimes) -> np.ndarray:
     """Returns `[kinds, S]`: the seconds of each kind of operation on each stage; a link has the stage before it."""
-    forward, backward, send_forward, send_backward, weights = (
-        None if x is None else numpy.asarray(x, float) for x in times
-    )
-    links = [numpy.concatenate([x, numpy.zeros(1)]) for x in (send_forward, send_backward)]
-    return numpy.stack([forward, backward, numpy.zeros_like(forward) if weights is None else weights, *links])
+    forward, backward = np.asarray(times.forward_s, float), np.asarray(times.backward_s, float)
+    weights = np.zeros_like(forward) if times.weights_s is None else np.asarray(times.weights_s, float)
+    links = [np.append(np.asarray(x, float), 0.0) for x in (times.send_forward_s, times.send_backward_s)]
+    return np.stack([forward, backward, weights, *links])
 
 
 def joined_graph(graphs: Sequence[ScheduleGraph]) -> ScheduleGraph:

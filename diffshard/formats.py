@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from search_spaces.communication.base import FLOAT8 as FLOAT8
     from search_spaces.communication.base import INT4 as INT4
     from search_spaces.communication.base import INT8 as INT8
-    from search_spaces.communication.layers.attention import windowed_attention as windowed_attention
-    from search_spaces.communication.layers.expert import expert_layer as expert_layer
     from search_spaces.communication.places import alternatives as alternatives
     from search_spaces.communication.space import CommunicationSpace as CommunicationSpace
     from search_spaces.communication.strategies import Encode as Encode
@@ -34,5 +32,7 @@ if TYPE_CHECKING:
     from search_spaces.communication.strategies import Exact as Exact
     from search_spaces.communication.strategies import LastGradient as LastGradient
     from search_spaces.communication.strategies import Schedule as Schedule
+    from search_spaces.communication.two_layers import expert_layer as expert_layer
+    from search_spaces.communication.two_layers import windowed_attention as windowed_attention
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

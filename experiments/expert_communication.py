@@ -29,7 +29,7 @@ from diffshard.checks.hlo import parse
 from experiments.models.placed_experts import feed_forward
 from experiments.tables import print_table
 from experiments.targets import MESHES
-from search_spaces.communication.layers.expert import best_experts, buffer_positions, buffer_tokens
+from search_spaces.communication.two_layers import best_experts, buffer_positions, buffer_tokens
 
 CAPACITY_FACTOR = 2.0
 _KINDS = ("all_to_all", "collective_permute", "all_gather", "reduce_scatter", "all_reduce")

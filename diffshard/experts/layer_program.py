@@ -33,7 +33,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from cost.real_numbers import is_positive, whole_number
 from diffshard.experts.expert_moves import ExpertMoves, Place
-from search_spaces.communication.layers.expert import best_experts, buffer_positions
+from search_spaces.communication.two_layers import best_experts, buffer_positions
 
 
 def check_layout(

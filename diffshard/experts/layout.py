@@ -29,7 +29,7 @@ from diffshard.experts.layer_program import (
     checked_names,
     map_named,
 )
-from search_spaces.communication.layers.expert import buffer_tokens
+from search_spaces.communication.two_layers import buffer_tokens
 
 
 @dataclass(frozen=True)

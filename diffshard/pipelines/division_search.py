@@ -18,7 +18,6 @@ from cost.pipeline_schedules import Schedule, graph_of, kept_microbatches, split
 from cost.pipeline_steps import pipeline_step
 from cost.pipeline_times import StageTimes
 from diffshard.pipelines.layer_graphs import LayerChain
-from diffshard.pipelines.solved_stages import UNKNOWN, Entry, FoundDivision, SolvedStages, SolveEntry
 from diffshard.pipelines.stage_programme import (
     Division,
     Objective,
@@ -27,7 +26,15 @@ from diffshard.pipelines.stage_programme import (
     overlapped_objective,
     step_objective,
 )
-from diffshard.pipelines.stage_search import BACKWARD_SHARE, StageLayout
+from diffshard.pipelines.stage_search import (
+    BACKWARD_SHARE,
+    UNKNOWN,
+    Entry,
+    FoundDivision,
+    SolvedStages,
+    SolveEntry,
+    StageLayout,
+)
 
 _MOST_HOSTS = 4
 """Up to this many hosts of a kind, each number of them is tried as a part; of more hosts only powers of two are."""

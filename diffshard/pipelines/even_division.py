@@ -15,8 +15,8 @@ from cost.clusters import Cluster
 from cost.host_groups import Submesh
 from cost.pipeline_schedules import Schedule, goes_round, graph_of, in_flight
 from diffshard.pipelines.division_search import DivisionSearch
-from diffshard.pipelines.solved_stages import Entry, FoundDivision
 from diffshard.pipelines.stage_programme import Stage, best_division, step_objective
+from diffshard.pipelines.stage_search import Entry, FoundDivision
 
 _MOST_ROUNDS = 10
 _LEAST_GAIN = 1e-3

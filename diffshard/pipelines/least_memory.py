@@ -16,8 +16,8 @@ from cost.pipeline_schedules import BY_STAGES_LEFT, Schedule, kept_microbatches
 from diffshard.base import InfeasibleError
 from diffshard.pipelines.options import PipelineOptions, memory_limit_of
 from diffshard.pipelines.plans.text import short_source
-from diffshard.pipelines.solved_stages import Entry
 from diffshard.pipelines.stage_programme import best_division, bottleneck_objective
+from diffshard.pipelines.stage_search import Entry
 from diffshard.pipelines.step_search import StepSearch
 from diffshard.sharding_search.planning import lightest_choice
 

@@ -9,12 +9,11 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from diffshard.live_progress import LiveLine, live_line
-from diffshard.pipelines.checked_calls import check_can_be_held, checked_call
+from diffshard.pipelines.checked_calls import batches_of, check_can_be_held, checked_call, flat_steps
 from diffshard.pipelines.decisions import program_facts, request_facts
 from diffshard.pipelines.delayed_gradients import DelayedStep, delayed, has_versions
 from diffshard.pipelines.execution import StagedExecution
 from diffshard.pipelines.options import PipelineOptions, donated_arrays
-from diffshard.pipelines.pipelined_steps import batches_of, flat_steps
 from diffshard.pipelines.planned_pipeline import FoundPipeline
 from diffshard.pipelines.plans.base import PipelinePlanData
 from diffshard.pipelines.plans.page import format_pipeline_page

@@ -14,7 +14,6 @@ from diffshard.pipelines.base import Pipeline
 from diffshard.pipelines.course import Course
 from diffshard.pipelines.cutting import UncutStep, uncut_step
 from diffshard.pipelines.decisions import trace_facts
-from diffshard.pipelines.given_pipeline import applied_pipeline
 from diffshard.pipelines.options import PipelineOptions, donated_arrays, pipeline_options
 from diffshard.pipelines.pipelined_function import PipelinedFunction
 from diffshard.pipelines.planned_pipeline import FoundPipeline
@@ -22,6 +21,7 @@ from diffshard.pipelines.plans.base import PipelinePlanData
 from diffshard.pipelines.plans.file import load, save, to_json
 from diffshard.pipelines.plans.page import format_pipeline_page
 from diffshard.pipelines.plans.text import format_pipeline_in_line, format_pipeline_plan
+from diffshard.pipelines.replicated_pipeline import applied_pipeline
 from diffshard.plans.file import from_json as plan_from_json
 from diffshard.plans.page_elements import framed
 from diffshard.plans.plan_record import difference_in_lines

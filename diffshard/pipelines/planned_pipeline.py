@@ -19,17 +19,16 @@ from diffshard.pipelines.options import PipelineOptions, memory_limit_of, mesh_s
 from diffshard.pipelines.overlapped_steps import chosen_overlap, overlap_bytes
 from diffshard.pipelines.plans.base import PipelinePlanData, PlannedReplica, PlannedStage
 from diffshard.pipelines.plans.consistency import simulated
-from diffshard.pipelines.solved_stages import Entry
 from diffshard.pipelines.split_memory import split_bytes
 from diffshard.pipelines.stage_plans import StageDevices, StagePlans, arguments_of, mesh_of, place_stages, sends_s
 from diffshard.pipelines.stage_programme import Stage
-from diffshard.pipelines.stage_search import StageLayout
+from diffshard.pipelines.stage_search import Entry, StageLayout
 from diffshard.pipelines.stage_variants import StageVariants, with_choices
 from diffshard.pipelines.step_search import StepSearch
 from diffshard.plans.base import Tensor
 from diffshard.plans.formats import format_count
 from diffshard.processes import Processes
-from search_spaces.pipelines.split_backward import with_split_backward
+from search_spaces.pipelines.divided_program import with_split_backward
 from search_spaces.pipelines.stage_programs import StagedStep
 
 _KEPT_BOUND = "The bound is for pipelines that keep all residuals. Some are made again here, and may be faster than it."

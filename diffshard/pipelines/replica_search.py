@@ -24,10 +24,9 @@ from cost.pipeline_times import StageTimes, balanced_microbatches, simulate
 from diffshard.base import InfeasibleError
 from diffshard.pipelines.even_division import even_submeshes
 from diffshard.pipelines.options import PipelineOptions, mesh_shape
-from diffshard.pipelines.solved_stages import FoundDivision
 from diffshard.pipelines.stage_plans import sends_s
 from diffshard.pipelines.stage_programme import Stage
-from diffshard.pipelines.stage_search import BACKWARD_SHARE, StageLayout
+from diffshard.pipelines.stage_search import BACKWARD_SHARE, FoundDivision, StageLayout
 from diffshard.pipelines.stage_variants import StageVariants
 from diffshard.pipelines.step_search import StepSearch
 from search_spaces.pipelines.forward_backward import num_bytes

@@ -22,21 +22,21 @@ from diffshard.pipelines.decisions import (
     question_facts,
     trace_facts,
 )
-from diffshard.pipelines.given_pipeline import (
-    CHOOSE_REPLICAS,
-    CHOOSE_STAGES,
-    applied_pipeline,
-    chosen_of,
-    layouts_of,
-    with_decisions,
-)
 from diffshard.pipelines.least_memory import nothing_found
 from diffshard.pipelines.options import PipelineOptions, donated_arrays, given_arrays, mesh_shape
 from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_pipeline, with_bound
 from diffshard.pipelines.plans.base import PipelinePlanData
 from diffshard.pipelines.replica_search import ChosenReplicas, choose_replicas, replicas_bound_s
-from diffshard.pipelines.replicated_pipeline import planned_replicas
-from diffshard.pipelines.solved_stages import FoundDivision
+from diffshard.pipelines.replicated_pipeline import (
+    CHOOSE_REPLICAS,
+    CHOOSE_STAGES,
+    applied_pipeline,
+    chosen_of,
+    layouts_of,
+    planned_replicas,
+    with_decisions,
+)
+from diffshard.pipelines.stage_search import FoundDivision
 from diffshard.pipelines.step_search import StepSearch
 from diffshard.plans.formats import format_s
 from diffshard.processes import Processes

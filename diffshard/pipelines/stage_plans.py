@@ -31,8 +31,8 @@ from diffshard.sharding_search.plan_store import plan_of_first_process
 from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.planning import find_plan
 from search_spaces.partition_specs import NamedSpec
+from search_spaces.pipelines.divided_program import is_between
 from search_spaces.pipelines.forward_backward import num_bytes
-from search_spaces.pipelines.split_backward import is_between
 from search_spaces.pipelines.stage_labels import MICROBATCH_KINDS, Key, Label, ProgramKind
 from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
 

@@ -16,8 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from experiments.models.gpt import next_token_loss
 from experiments.models.text import VOCABULARY
-from search_spaces.communication.layers.attention import windowed_attention
-from search_spaces.communication.layers.expert import balance_loss, expert_layer
+from search_spaces.communication.two_layers import balance_loss, expert_layer, windowed_attention
 
 SPECS = {
     "embedding": P(),

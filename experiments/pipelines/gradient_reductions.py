@@ -21,8 +21,8 @@ from diffshard.checks.kernel_work import H100_HOST, achievable_rates
 from diffshard.checks.targets import gpu_mesh
 from diffshard.checks.timeline import simulate
 from diffshard.pipelines.pipelined_function import PipelinedFunction
-from diffshard.pipelines.stage_memory import compiled_program, stage_memory
 from experiments.pipelines.gpt_step import GptSize, shapes, step_of
+from experiments.pipelines.stage_memory import compiled_program, stage_memory
 from experiments.tables import print_table
 
 _LATENCY_S, _BYTES_PER_S = 30e-6, 100e9 / 8

@@ -4,7 +4,7 @@
 
 Each model is cut into stages of about as many layers, on two or four parts of a host of eight H100s that need not be
 there (`pip install 'diffshard[gpu-compile]'`). The peak that the search predicts for a stage stands beside the one that
-`diffshard.pipelines.stage_memory` finds: XLA's bytes of each compiled program, and the arrays between programs.
+`experiments.pipelines.stage_memory` finds: XLA's bytes of each compiled program, and the arrays between programs.
 """
 
 import argparse
@@ -29,12 +29,12 @@ from diffshard.pipelines.decisions import ChosenPipeline
 from diffshard.pipelines.options import PipelineOptions, donated_arrays
 from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_pipeline
 from diffshard.pipelines.stage_calls import StageCalls
-from diffshard.pipelines.stage_memory import StageMemory, stage_memory
 from diffshard.pipelines.stage_programme import Stage
 from diffshard.pipelines.step_search import StepSearch
 from diffshard.processes import Processes
 from experiments.models import decoder, diffusion_transformer, encoder_decoder, gpt, mlp, moe, tied_gpt
 from experiments.models.model import Model, abstract_arguments
+from experiments.pipelines.stage_memory import StageMemory, stage_memory
 from experiments.tables import print_table
 from experiments.zoo import muon_decoder
 from experiments.zoo.base import TrainingStep

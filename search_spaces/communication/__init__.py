@@ -62,6 +62,6 @@ The vocabulary is in `base.py`. `places.py` finds the places of a loss and `site
 `strategies.py` lists what can run there; collectives and codes are in
 `collectives.py`. `device_step.py` runs a selection on each device and `emulation.py` all devices on one. `costs.py`
 prices a choice, `loss_increases.py` predicts what errors do to the loss, and `space.py` puts all together. The folder
-`layers` has ready layers, an expert layer and attention over a split sequence. They use `places.alternatives`, a choice
+`two_layers` has an expert layer and attention over a split sequence. They use `places.alternatives`, a choice
 between functions.
 """

@@ -2,14 +2,12 @@
 
 from itertools import pairwise
 
-import jax
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost.pipeline_schedules import BACKWARD, FORWARD, SEND_BACKWARD, SEND_FORWARD, graph_of, schedule_graph
-from cost.pipeline_times import StageTimes, lower_bound_s, simulate, soft_step_s
+from cost.pipeline_times import StageTimes, lower_bound_s, simulate
 from cost.schedule_orders import Operation
 
 EQUAL = StageTimes([1] * 4, [2] * 4, [1] * 3, [1] * 3)
@@ -128,23 +126,6 @@ def test_a_slow_link_bounds_the_step():
     times = StageTimes([1, 1], [2, 2], [10], [1])
     assert lower_bound_s(times, 8) == 6 + 11 + 7 * 10
     assert simulated(times, 8, "eager").step_s == lower_bound_s(times, 8)
-
-
-def test_the_soft_step_approaches_the_step_and_its_gradient_is_that_of_differences():
-    graph = graph_of("1f1b", 4, 6)
-    fields = [np.asarray(x, float) for x in ([1, 3, 2, 1], [2, 5, 4, 3], [1, 0.5, 1], [1, 1, 0.25])]
-    exact = simulate(StageTimes(*fields), graph).step_s
-    soft = jax.jit(lambda fields, temperature_s: soft_step_s(StageTimes(*fields), graph, temperature_s))
-    errors = [float(soft(fields, t)) / exact - 1 for t in (1.0, 0.1, 0.01)]
-    assert 0 < errors[1] < errors[0]
-    assert errors[2] == pytest.approx(0, abs=1e-3)
-    gradients = jax.grad(soft)(fields, 0.5)
-    for i, j in [(0, 0), (0, 2), (1, 1), (1, 3), (2, 0), (3, 2)]:
-        up, down = (
-            soft([*fields[:i], fields[i] + sign * 0.05 * np.eye(len(fields[i]))[j], *fields[i + 1 :]], 0.5)
-            for sign in (1, -1)
-        )
-        assert gradients[i][j] == pytest.approx(float(up - down) / 0.1, rel=2e-2, abs=2e-3)
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,9 @@ from diffshard.base import InfeasibleError
 from diffshard.pipelines.division_search import DivisionSearch
 from diffshard.pipelines.even_division import EvenDivisionSearch, even_submeshes
 from diffshard.pipelines.layer_graphs import LayerChain
-from diffshard.pipelines.solved_stages import Entry, FoundDivision
 from diffshard.pipelines.stage_plans import place_stages
 from diffshard.pipelines.stage_programme import Stage
-from diffshard.pipelines.stage_search import StageLayout, StageMemoryError
+from diffshard.pipelines.stage_search import Entry, FoundDivision, StageLayout, StageMemoryError
 
 M = 4
 CLUSTER = diffshard.Cluster([diffshard.Hosts(1, devices=4, hardware="h100")])

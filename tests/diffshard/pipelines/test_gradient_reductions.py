@@ -14,11 +14,11 @@ from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.cutting import cut_step, uncut_step
 from diffshard.pipelines.execution import StagedExecution
 from diffshard.pipelines.plans.file import from_json, to_json
-from diffshard.pipelines.stage_memory import compiled_program
 from diffshard.plans.formats import format_s
+from experiments.pipelines.stage_memory import compiled_program
 from search_spaces.pipelines import grouped_program
+from search_spaces.pipelines.divided_program import with_split_backward
 from search_spaces.pipelines.example_groups import in_groups
-from search_spaces.pipelines.split_backward import with_split_backward
 from search_spaces.pipelines.stage_labels import Label
 from search_spaces.pipelines.stage_programs import staged_step
 from search_spaces.replay import bind

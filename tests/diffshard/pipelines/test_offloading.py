@@ -10,7 +10,7 @@ from cost.base import Link
 from diffshard.pipelines.execution import StagedExecution
 from diffshard.pipelines.plans.file import from_json, to_json
 from diffshard.pipelines.stage_calls import HOST_MEMORY
-from diffshard.pipelines.stage_memory import stage_memory
+from experiments.pipelines.stage_memory import stage_memory
 from search_spaces.pipelines.residuals import can_be_offloaded, residuals_of, with_offloaded
 from search_spaces.pipelines.stage_labels import Label
 from tests.diffshard.pipelines.small_mlp import mlp_arguments, mlp_step

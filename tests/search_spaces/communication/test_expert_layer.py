@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from cost.evaluation import evaluate
 from cost.validation import validate
-from search_spaces.communication.layers.expert import balance_loss, expert_layer
+from search_spaces.communication.two_layers import balance_loss, expert_layer
 from tests.search_spaces.communication.small_communication import MESH, mesh, seconds, sent_bytes, small_space
 
 KEY = jax.random.key(0)

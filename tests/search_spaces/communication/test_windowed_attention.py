@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from cost.evaluation import evaluate
 from cost.validation import validate
-from search_spaces.communication.layers.attention import windowed_attention
+from search_spaces.communication.two_layers import windowed_attention
 from tests.search_spaces.communication.small_communication import MESH, mesh, seconds, sent_bytes, small_space
 
 KEY = jax.random.key(0)

@@ -1,0 +1,125 @@
+"""What lies between two nodes: the reshards of a value on its way from the node that makes it to one that reads it."""
+
+from collections.abc import Hashable, Mapping, Sequence
+
+import numpy as np
+
+from cost.edges import merge_edges
+from search_spaces.partition_specs import IndexedSpec
+from search_spaces.sharding.base import Edge, Node
+from search_spaces.sharding.graph import Graph, Value, Vertex
+from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
+from search_spaces.sharding.resharding import Message, Paths, message_of
+
+_ON_HOST = 1e6
+"""By how much a reshard of an array in the host's memory counts: it is to be resharded before or after it is there."""
+
+
+def readers_of(graph: Graph) -> list[list[tuple[Vertex, int]]]:
+    """Returns, for each value by id, the (vertex, operand index) pairs that read it.
+
+    An argument that a result replaces in the next call reads that result, as its operand 0.
+    """
+    readers = [list(pairs) for pairs in graph.consumers()]
+    for output, argument in zip(graph.outputs, graph.feedback, strict=True):
+        if isinstance(output, Value) and argument is not None:
+            readers[output.id].append((graph.inputs[argument], 0))
+    return readers
+
+
+def edges_of(graph: Graph, hub_node: Mapping[int, int]) -> list[Edge]:
+    """Returns every way of a value from one node to another, or to itself.
+
+    Args:
+      hub_node: the index of the node of a value's hub, by the value's id.
+    """
+    readers = readers_of(graph)
+    edges = []
+    for value in graph.values:
+        if not value.shape:
+            continue
+        node, result = value.vertex, value.result
+        hub = hub_node.get(value.id)
+        if hub is not None:
+            edges.append(Edge(node, result, hub, 0, value, graph.vertices[value.vertex].weight))
+            node, result = hub, 0
+        for reader, i in readers[value.id]:
+            weight = reader.operand_weight[i] if reader.operands else 1.0
+            weight *= _ON_HOST if value.is_on_host else 1.0
+            edges.append(Edge(node, result, reader.index, i, value, weight))
+    return edges
+
+
+def transfer_matrices(
+    edges: Sequence[Edge], nodes: Sequence[Node], reshard_costs: ReshardCosts, shares: CollectiveShares
+) -> dict[tuple[int, int], np.ndarray]:
+    """Returns one transfer matrix `[S_u, S_v]`, seconds of waiting, for each pair of nodes u, v that values go between.
+
+    What a node hands to itself is free: a carry that its body leaves as it is, an argument that is returned. The edges
+    of equal layers share a matrix.
+    """
+    matrix_of_key: dict[Hashable, np.ndarray] = {}
+
+    def matrix(edge: Edge) -> np.ndarray:
+        key = edge_key(edge, nodes, shares)
+        if key not in matrix_of_key:
+            matrix_of_key[key] = edge_transfer_s(edge, nodes, reshard_costs, shares)
+        return matrix_of_key[key]
+
+    return merge_edges((edge.node, edge.reader, matrix(edge)) for edge in edges if edge.node != edge.reader)
+
+
+def edge_key(edge: Edge, nodes: Sequence[Node], shares: CollectiveShares) -> Hashable:
+    """Returns what the seconds of an edge depend on, on one mesh."""
+    node, reader = nodes[edge.node], nodes[edge.reader]
+    is_stored = reader.hub is None and reader.vertex.kind == "input"
+    ends = id(node.strategies), edge.result, id(reader.strategies), edge.operand, is_stored
+    itemsize = 0 if edge.value.dtype is None else edge.value.dtype.itemsize
+    return *ends, edge.value.num_bytes, itemsize, shares.latency(edge.value), edge.weight, shares.exposed(edge.value)
+
+
+Nodes = Sequence[Node] | Mapping[int, Node]
+"""All nodes, or those at both ends of an edge, by their index."""
+FormattedRead = tuple[IndexedSpec, IndexedSpec, str]
+"""The spec in which a value is made, that in which a product reads it, and the name of the product's format."""
+
+
+def messages_of(edge: Edge, nodes: Nodes, path: Paths) -> dict[FormattedRead, Message]:
+    """Returns how a value reaches a product in a format, for all that both ends may choose; nothing for others."""
+    reader = nodes[edge.reader]
+    formatted = [(s, strategy.format) for s, strategy in enumerate(reader.strategies) if strategy.format]
+    targets = dict.fromkeys((read_spec(reader, edge.operand, s), f) for s, f in formatted if reader.hub is None)
+    sources = dict.fromkeys(s.results[edge.result] for s in nodes[edge.node].strategies) if targets else ()
+    read_by = reader.vertex, edge.operand
+    return {(a, b, f): message_of(path, edge.value, a, b, *read_by, f) for a in sources for b, f in targets}
+
+
+def edge_transfer_s(edge: Edge, nodes: Nodes, reshard_costs: ReshardCosts, shares: CollectiveShares) -> np.ndarray:
+    """Returns the seconds of waiting for a value between all strategies of both ends, `[S_u, S_v]`."""
+    node, reader = nodes[edge.node], nodes[edge.reader]
+    latency_share, weight = shares.latency(edge.value), edge.weight * shares.exposed(edge.value)
+    sources = tuple(s.results[edge.result] for s in node.strategies)
+    targets = tuple(read_spec(reader, edge.operand, s) for s in range(len(reader.strategies)))
+    seconds = reshard_costs.reshard_s(sources, targets, float(edge.value.num_bytes), latency_share, weight)
+    messages = messages_of(edge, nodes, reshard_costs.path)
+    if not messages:
+        return seconds
+    of_pair = {
+        (a, b, f): reshard_costs.reshard_s((a,), (b,), message.num_bytes, latency_share, weight).item()
+        + (weight if message.is_coded else edge.weight)
+        * sum(reshard_costs.maximum_s(axis, message.maxima_bytes) for axis in message.maxima)
+        for (a, b, f), message in messages.items()
+    }
+    seconds = seconds.copy()
+    for t, strategy in enumerate(reader.strategies):
+        if strategy.format:
+            seconds[:, t] = [of_pair[source, targets[t], strategy.format] for source in sources]
+    return seconds
+
+
+def read_spec(node: Node, operand: int, strategy: int) -> IndexedSpec:
+    """Returns the spec in which a node's strategy reads an operand; a result replaces an argument as that is stored."""
+    chosen_strategy = node.strategies[strategy]
+    if node.hub is None and node.vertex.kind == "input":
+        return chosen_strategy.unreduced[0]
+    return chosen_strategy.operands[operand]
