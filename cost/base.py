@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from cost.lines import Line
 from cost.measured_rates import NOT_MEASURED, MeasuredRates
-from cost.real_numbers import Count, real_number, whole_number
+from cost.real_numbers import Count, checked_number, real_number
 
 FORBIDDEN = 10**18
 """Costs from here on, infinity included, stand for what must not be chosen (IOPDDL's convention)."""
@@ -173,8 +173,7 @@ class Link:
     num_hosts: Count = 1
 
     def __post_init__(self):
-        if (whole_number(self.num_hosts) or 0) < 1:
-            raise ValueError(f"`Link.num_hosts` must be a positive whole number, not {self.num_hosts!r}.")
+        checked_number("Link.num_hosts", self.num_hosts, Count)
         _check_line("Link", self.latency_s, self.s_per_byte)
         for kind, lines in self.by_kind.items():
             if kind not in COLLECTIVE_KINDS:

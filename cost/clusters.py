@@ -21,7 +21,7 @@ from cost.host_groups import Hosts, Submesh, check_link, known_network
 from cost.hosts import host_of
 from cost.networks import Network, SwitchedHost, links_of
 from cost.presets import preset_name_of
-from cost.real_numbers import real_number, whole_number
+from cost.real_numbers import AmountOrInf, checked_number, whole_number
 
 _FREE = Link(0.0, 0.0)
 
@@ -206,9 +206,7 @@ class Cluster:
           ValueError: the bytes are negative or no number; there is no such kind; `in_one_host` is true of submeshes
             that one host does not have.
         """
-        number = real_number(num_bytes)
-        if number is None or not number >= 0:
-            raise ValueError(f"`num_bytes` must be a number, 0 or more, not {num_bytes!r}.")
+        number = checked_number("num_bytes", num_bytes, AmountOrInf)
         fits = self._fit_one_host(sender, receiver)
         if in_one_host and not fits:
             raise ValueError(f"`in_one_host` is true, but no host has the devices of both {sender} and {receiver}.")

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from cost import schedule_orders
-from cost.real_numbers import whole_number
+from cost.real_numbers import Count, checked_number
 from cost.schedule_orders import (
     BACKWARD,
     FORWARD,
@@ -103,8 +103,8 @@ def graph_of(
     """
     if schedule not in get_args(Schedule):
         raise ValueError(f"`schedule` must be one of {get_args(Schedule)}, not {schedule!r}.")
-    num_stages = checked_count("num_stages", num_stages)
-    num_microbatches = checked_count("num_microbatches", num_microbatches)
+    num_stages = checked_number("num_stages", num_stages, Count)
+    num_microbatches = checked_number("num_microbatches", num_microbatches, Count)
     each = checked_stages_per_device(schedule, stages_per_device)
     if num_stages % each:
         raise ValueError(f"`num_stages` must be a multiple of `stages_per_device`, {each}, not {num_stages}.")
@@ -136,7 +136,7 @@ def checked_stages_per_device(schedule: Schedule, stages_per_device: int | None)
       ValueError: the schedule is for other numbers.
     """
     least = 2 if schedule in ("interleaved", "zb-v") else 1
-    number = least if stages_per_device is None else checked_count("stages_per_device", stages_per_device)
+    number = least if stages_per_device is None else checked_number("stages_per_device", stages_per_device, Count)
     if number != least and not (schedule == "interleaved" and number > least):
         more = " or more" if schedule == "interleaved" else ""
         raise ValueError(f"`stages_per_device` must be {least}{more} with {schedule!r}, not {number}.")
@@ -226,11 +226,3 @@ def _needed(kind: int, stage: int, microbatch: int, num_stages: int) -> tuple[in
     if kind == WEIGHTS:
         return BACKWARD, stage, microbatch
     return (FORWARD, stage, microbatch) if stage == num_stages - 1 else (SEND_BACKWARD, stage, microbatch)
-
-
-def checked_count(name: str, count: int) -> int:
-    """Returns a number of stages or micro-batches; raises `ValueError` if it is no whole number, 1 or more."""
-    number = whole_number(count)
-    if number is None or number < 1:
-        raise ValueError(f"`{name}` must be a whole number, 1 or more, not {count!r}.")
-    return number

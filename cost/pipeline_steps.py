@@ -24,11 +24,11 @@ from cost.pipeline_schedules import (
     Order,
     Schedule,
     ScheduleGraph,
-    checked_count,
     graph_of,
     schedule_graph,
 )
 from cost.pipeline_times import Simulation, StageTimes, checked, durations_s, simulate, start_times_s
+from cost.real_numbers import Count, checked_number
 from cost.schedule_orders import alternating_order
 
 Overlap = Literal["own_ends", "late_ends", "none"]
@@ -141,8 +141,8 @@ def steps_in_turn(
     times: StageTimes, num_microbatches: int, end_s: np.ndarray | Sequence[float], overlap: Overlap
 ) -> StepsInTurn:
     """Simulates many steps of "2bw"; arguments and errors as of `overlapped_step_s`."""
-    num_stages, count = len(times.forward_s), checked_count("num_microbatches", num_microbatches)
-    times = checked(times, checked_count("len(forward_s)", num_stages))
+    num_stages, count = len(times.forward_s), checked_number("num_microbatches", num_microbatches, Count)
+    times = checked(times, checked_number("len(forward_s)", num_stages, Count))
     ends = _checked_ends(end_s, num_stages)
     rounds = 1 + -(-_WARM_UP_ROUNDS * num_stages // count)  # steps that are begun before the steady state, and in it
     kept = np.array(_kept(num_stages, count))
@@ -176,8 +176,8 @@ def overlapped_operations(num_stages: int, num_microbatches: int) -> tuple[list[
     Each has its operations in an order in which they can be started one after the other. Those of the second list that
     are not new are what is left when no next step begins.
     """
-    count = checked_count("num_microbatches", num_microbatches)
-    order = _orders_of_steps(checked_count("num_stages", num_stages), count, 2, True)
+    count = checked_number("num_microbatches", num_microbatches, Count)
+    order = _orders_of_steps(checked_number("num_stages", num_stages, Count), count, 2, True)
     graph = schedule_graph(order, 2 * count)
     slices: tuple[list[StepOperation], list[StepOperation]] = [], []
     has_begun = [False] * num_stages
@@ -210,8 +210,8 @@ def _orders_of_steps(num_stages: int, count: int, num_steps: int, is_overlapped:
 
 def overlapped_lower_bound_s(times: StageTimes, num_microbatches: int, end_s: np.ndarray | Sequence[float]) -> float:
     """Returns what a step takes at least where steps overlap: max_j M·t_j + e_j, or M times the slowest transfer."""
-    count = checked_count("num_microbatches", num_microbatches)
-    times = checked(times, checked_count("len(forward_s)", len(times.forward_s)))
+    count = checked_number("num_microbatches", num_microbatches, Count)
+    times = checked(times, checked_number("len(forward_s)", len(times.forward_s), Count))
     seconds = durations_s(times)
     of_stages = count * (seconds.sum(axis=0) - seconds[[SEND_FORWARD, SEND_BACKWARD]].sum(axis=0))
     of_links = count * seconds[[SEND_FORWARD, SEND_BACKWARD]].max()

@@ -18,9 +18,9 @@ from cost.pipeline_schedules import (
     STAGE_KINDS,
     WEIGHTS,
     ScheduleGraph,
-    checked_count,
     in_flight,
 )
+from cost.real_numbers import Count, checked_number
 
 
 class StageTimes(NamedTuple):
@@ -135,8 +135,8 @@ def lower_bound_s(times: StageTimes, num_microbatches: int) -> float:
     Raises:
       ValueError: as `simulate`.
     """
-    times = checked(times, checked_count("len(forward_s)", len(times.forward_s)))
-    num_microbatches = checked_count("num_microbatches", num_microbatches)
+    times = checked(times, checked_number("len(forward_s)", len(times.forward_s), Count))
+    num_microbatches = checked_number("num_microbatches", num_microbatches, Count)
     durations = durations_s(times)
     there = np.cumsum(durations[FORWARD] + durations[SEND_FORWARD])[:-1]
     back = np.cumsum(durations[BACKWARD] + durations[SEND_BACKWARD])[:-1]

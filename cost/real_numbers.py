@@ -10,7 +10,7 @@ ints. NaN is in no range.
 import math
 import sys
 from numbers import Integral, Real
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_args
 
 
 def real_number(value: Any) -> float | None:
@@ -64,7 +64,7 @@ class Range(NamedTuple):
 
 Amount = Annotated[float, Range(0, _LARGEST, "a finite number, zero or more")]
 PositiveAmount = Annotated[float, Range(math.ulp(0.0), _LARGEST, "a positive finite number")]
-Limit = Annotated[float, Range(math.ulp(0.0), math.inf, "positive")]
+Limit = Annotated[float, Range(math.ulp(0.0), math.inf, "a positive number")]
 """A positive number; infinity is no limit."""
 LowerBound = Annotated[float, Range(-math.inf, _LARGEST, "a finite number, or -inf")]
 """A number that nothing is below; -inf where nothing is known."""
@@ -74,3 +74,19 @@ FiniteNumber = Annotated[float, Range(-_LARGEST, _LARGEST, "a finite number")]
 Share = Annotated[float, Range(0, 1, "a share from 0 to 1")]
 Index = Annotated[int, Range(0, _MOST_WHOLE, "a whole number, 0 or more")]
 Count = Annotated[int, Range(1, _MOST_WHOLE, "a whole number, 1 or more")]
+
+
+def checked_number(name: str, value: Any, kind: Any, unit: str = "") -> Any:
+    """Returns what a user gives as a number of a kind with a range, such as `Count`: an int or a float.
+
+    Args:
+      unit: what follows the rule in the error, such as " of seconds".
+
+    Raises:
+      ValueError: it is no such number; names the argument, the rule and the value.
+    """
+    base, allowed = get_args(kind)
+    number = whole_number(value) if base is int else real_number(value)
+    if number is None or not allowed.holds(number):
+        raise ValueError(f"`{name}` must be {allowed.words}{unit}, not {value!r}.")
+    return number

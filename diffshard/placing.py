@@ -121,7 +121,7 @@ def place(
       ValueError: sizes that do not fit, negative or NaN numbers, a memory limit without `layer_bytes`, fewer
         layers than stages, micro-batches that are not a positive integer, an unknown solver.
     """
-    start_s, options = time.perf_counter(), checked_solve_options(options)
+    start_s, options = time.perf_counter(), checked_solve_options(options, place)
     space = PlacementSpace(
         layer_times,
         transfer,

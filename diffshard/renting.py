@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from cost.clusters import Cluster
 from cost.host_groups import Hosts
-from cost.real_numbers import is_positive, real_number
+from cost.real_numbers import PositiveAmount, checked_number, is_positive, real_number
 from diffshard.base import Deadline, InfeasibleError
 from diffshard.front_end import search
 from diffshard.outer_search import Candidate, Outcome, OuterSearch, Tried
@@ -31,6 +31,7 @@ from diffshard.plans.formats import (
 )
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
+from diffshard.solving.solve import check_solver_options
 
 _SECONDS_OF_HOUR = 3600.0
 _NOT_OF_OFFERS = {
@@ -258,10 +259,9 @@ def _check(offers: Any, tokens_per_step: Any, time_limit_s: Any, options: dict[s
     for name, why in _NOT_OF_OFFERS.items():
         if options.get(name) is not None:
             raise TypeError(f"`{name}` is no argument of `rent`: {why}.")
-    if tokens_per_step is not None and not (is_positive(tokens_per_step) and math.isfinite(tokens_per_step)):
-        raise ValueError(f"`tokens_per_step` must be a positive number or None, not {tokens_per_step!r}.")
-    if time_limit_s is not None and not is_positive(time_limit_s):
-        raise ValueError(f"`time_limit_s` must be a positive number of seconds or None, not {time_limit_s!r}.")
+    if tokens_per_step is not None:
+        checked_number("tokens_per_step", tokens_per_step, PositiveAmount, " or None")
+    check_solver_options(None, time_limit_s, None)
 
 
 def _text(rental: Rental) -> str:

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.base import Hardware
-from cost.real_numbers import Amount, Count, Index, is_positive, whole_number
+from cost.real_numbers import Amount, Count, Index, Limit, PositiveAmount, checked_number, whole_number
 from diffshard.base import PlanError
 from diffshard.plans.documents import BUDGET, RecordFile
 from diffshard.plans.file import from_json, to_json
@@ -61,14 +61,12 @@ class Phase:
             raise ValueError(
                 f"`Phase` takes either `num_steps` or `duration_s`, got {self.num_steps!r} and {self.duration_s!r}."
             )
-        if self.num_steps is not None and (whole_number(self.num_steps) or 0) < 1:
-            raise ValueError(f"`Phase.num_steps` must be a positive whole number, not {self.num_steps!r}.")
-        if self.duration_s is not None and not (is_positive(self.duration_s) and math.isfinite(self.duration_s)):
-            raise ValueError(f"`Phase.duration_s` must be a positive, finite number, not {self.duration_s!r}.")
-        if self.memory_limit_bytes is not None and not is_positive(self.memory_limit_bytes):
-            raise ValueError(
-                f"`Phase.memory_limit_bytes` must be a positive number or None, not {self.memory_limit_bytes!r}."
-            )
+        if self.num_steps is not None:
+            checked_number("Phase.num_steps", self.num_steps, Count)
+        if self.duration_s is not None:
+            checked_number("Phase.duration_s", self.duration_s, PositiveAmount)
+        if self.memory_limit_bytes is not None:
+            checked_number("Phase.memory_limit_bytes", self.memory_limit_bytes, Limit, " or None")
         ids = self.device_ids
         if ids is None:
             return

@@ -4,7 +4,6 @@ Times that are too short to be used are given away from the most devices down. A
 beside it, so that by the turn of a short dip all times with more devices are long enough, and the job waits in it.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from cost.base import Hardware
-from cost.real_numbers import real_number, whole_number
+from cost.real_numbers import FiniteNumber, Index, checked_number
 from diffshard.budgets.base import Phase
 
 _PAUSE = 0  # the rank of times without devices; those of meshes begin at 1
@@ -135,20 +134,11 @@ def _checked(
         )
     if _finite("min_duration_s", min_duration_s) < 0:
         raise ValueError(f"`min_duration_s` must be 0 or more, not {min_duration_s!r}.")
-    numbers = []
-    for i, number in enumerate(num_devices):
-        whole = whole_number(number)
-        if whole is None or whole < 0:
-            raise ValueError(f"`num_devices[{i}]` must be a whole number, 0 or more, not {number!r}.")
-        numbers.append(whole)
-    return [*times, end], numbers
+    return [*times, end], [checked_number(f"num_devices[{i}]", n, Index) for i, n in enumerate(num_devices)]
 
 
 def _finite(name: str, value: float) -> float:
-    number = real_number(value)
-    if number is None or not math.isfinite(number):
-        raise ValueError(f"`{name}` must be a finite number of seconds, not {value!r}.")
-    return number
+    return checked_number(name, value, FiniteNumber, " of seconds")
 
 
 def _checked_mesh(mesh: Mesh | AbstractMesh | None, number: int) -> Mesh | AbstractMesh | None:

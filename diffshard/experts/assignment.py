@@ -13,7 +13,7 @@ import scipy.sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from cost.expert_groups import ExpertStep, ExpertWorkers
-from cost.real_numbers import real_number, whole_number
+from cost.real_numbers import Amount, Count, checked_number, real_number
 from diffshard.base import OPTIMAL_GAP, InfeasibleError
 from diffshard.experts.plans import ExpertAssignment, status_of
 from diffshard.plans.plan_record import relative_gap
@@ -63,7 +63,7 @@ def assign_experts(
     check_scale(works, speeds)
     room = checked_capacity(capacity, len(speeds))
     check_room(len(works), room)
-    solver = (options := checked_solve_options(options)).get("solver")
+    solver = (options := checked_solve_options(options, assign_experts)).get("solver")
     space = ExpertAssignmentSpace(works.tolist(), speeds.tolist(), room.tolist())
     bound_s = assignment_bound_s(works, speeds, room)
     greedy = greedy_assignment(works, speeds, room)
@@ -234,16 +234,10 @@ def checked_step(
     """Returns the step."""
     works = checked_works(expert_flops)
     for name in ("exchange_bytes", "num_exchanges", "all_reduce_bytes"):
-        value = real_number(numbers[name])
-        if value is None or not 0 <= value < float("inf"):
-            raise ValueError(f"`{name}` must be a finite number of at least 0, not {numbers[name]!r}.")
-        numbers[name] = value
+        numbers[name] = checked_number(name, numbers[name], Amount)
     numbers["layer_spacing"] = layer_spacing
     for name in ("num_layers", "layer_spacing", "global_batch", "mini_batch"):
-        value = whole_number(numbers[name])
-        if value is None or value < 1:
-            raise ValueError(f"`{name}` must be a positive whole number, not {numbers[name]!r}.")
-        numbers[name] = value
+        numbers[name] = checked_number(name, numbers[name], Count)
     if numbers["layer_spacing"] > numbers["num_layers"]:
         raise ValueError(
             f"`layer_spacing` must be at most `num_layers`, {numbers['num_layers']}, so that a layer has experts; got "

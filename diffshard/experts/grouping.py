@@ -115,7 +115,7 @@ def group_experts(
     )
     check_scale(np.array(step.expert_flops), workers.flops_per_s)
     check_room(step.num_experts, workers.capacity)
-    solver = (options := checked_solve_options(options)).get("solver")
+    solver = (options := checked_solve_options(options, group_experts)).get("solver")
     merged = list(divisions_by_merging(workers, step))
     fastest_merged = min(merged, key=lambda division: division.step_s)
     if solver is None and workers.num_workers <= MOST_WORKERS:

@@ -19,7 +19,6 @@ expert's numbers are cut into as many chunks as there are groups, so that 2 (G -
 Letters for sizes: H devices along the axis, G groups, N devices of the largest group, S slots of a device.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import pairwise
@@ -31,7 +30,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
-from cost.real_numbers import is_positive, whole_number
+from cost.real_numbers import PositiveAmount, checked_number, whole_number
 from diffshard.experts.expert_moves import ExpertMoves, Place
 from search_spaces.communication.two_layers import best_experts, buffer_positions
 
@@ -106,8 +105,7 @@ def check_layer(
     chosen = whole_number(num_chosen)
     if chosen is None or not 1 <= chosen <= num_experts:
         raise ValueError(f"`num_chosen` must be from 1 to the {num_experts} experts, not {num_chosen!r}.")
-    if not is_positive(capacity_factor) or not math.isfinite(capacity_factor):
-        raise ValueError(f"`capacity_factor` must be positive and finite, not {capacity_factor!r}.")
+    checked_number("capacity_factor", capacity_factor, PositiveAmount)
 
 
 def check_expert(result: Any, num_tokens: int) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cost.real_numbers import whole_number
+from cost.real_numbers import Count, checked_number, whole_number
 from diffshard.pipelines.cutting import CutStep, UncutStep, cut_step
 from diffshard.pipelines.stage_programme import Submesh, best_division, bottleneck_objective
 from search_spaces.pipelines.cut_candidates import Cut, CutCandidate
@@ -180,8 +180,7 @@ def _transfers(graph: LayerGraph, part: np.ndarray) -> np.ndarray:
 def _check(
     graph: LayerGraph, devices: Sequence[int], pays_transfers: Sequence[bool], memory_bytes: Sequence[float]
 ) -> None:
-    if (whole_number(graph.num_layers) or 0) < 1:
-        raise ValueError(f"`num_layers` must be a whole number, 1 or more, not {graph.num_layers!r}.")
+    checked_number("num_layers", graph.num_layers, Count)
     if np.shape(graph.layer_s) != (graph.num_layers, len(devices)):
         raise ValueError(
             f"`layer_s` must have the shape {(graph.num_layers, len(devices))}, not {np.shape(graph.layer_s)}."

@@ -9,7 +9,7 @@ import jax
 from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from cost.real_numbers import whole_number
+from cost.real_numbers import Count, checked_number
 from diffshard.pipelines.batch_arguments import BatchArguments, batch_of, given_arguments
 from diffshard.sharding_search.call import Structure, abstract_array, abstract_split, array_paths, split
 from diffshard.sharding_search.tracing import in_words, lost_changes, warn_of_lost_changes
@@ -56,9 +56,7 @@ def in_microbatches(
       ValueError: a number breaks its rule; or, when the result is called, the batch cannot be divided, or an operation
         mixes its examples before others need them one by one, such as batch normalisation; names the operation.
     """
-    count = whole_number(num_microbatches)
-    if count is None or count < 1:
-        raise ValueError(f"`num_microbatches` must be a whole number, 1 or more, not {num_microbatches!r}.")
+    count = checked_number("num_microbatches", num_microbatches, Count)
     batch = BatchArguments.checked(batch_argnums, batch_argnames)
 
     def run(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

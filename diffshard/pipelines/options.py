@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from cost.clusters import Cluster
 from cost.host_groups import Hosts, Submesh
 from cost.presets import device_and_network
-from cost.real_numbers import is_positive, whole_number
+from cost.real_numbers import Limit, checked_number, whole_number
 from diffshard.base import Solver
 from diffshard.live_progress import ProgressDisplay
 from diffshard.pipelines.base import Pipeline
@@ -72,9 +72,8 @@ class PipelineOptions:
     roles: ArgumentRoles = field(default_factory=ArgumentRoles)
 
     def __post_init__(self):
-        limit = self.memory_limit_bytes
-        if limit is not None and not is_positive(limit):
-            raise ValueError(f"`memory_limit_bytes` must be a positive number, not {limit!r}.")
+        if self.memory_limit_bytes is not None:
+            checked_number("memory_limit_bytes", self.memory_limit_bytes, Limit)
         if self.progress not in get_args(ProgressDisplay):
             raise ValueError(f"`progress` must be one of {get_args(ProgressDisplay)}, not {self.progress!r}.")
         if self.executor is not None and self.executor not in get_args(Executor):

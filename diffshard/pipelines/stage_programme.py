@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cost.host_groups import Submesh
-from cost.real_numbers import real_number, whole_number
+from cost.real_numbers import Count, checked_number, real_number
 
 
 class Stage(NamedTuple):
@@ -282,9 +282,8 @@ def _rest(
 def _check(
     num_layers: int, devices: Sequence[int], submeshes: Sequence[Submesh], link_s: np.ndarray, max_stages: int
 ) -> None:
-    for name, number in (("num_layers", num_layers), ("max_stages", max_stages)):
-        if (whole_number(number) or 0) < 1:
-            raise ValueError(f"`{name}` must be a whole number, 1 or more, not {number!r}.")
+    checked_number("num_layers", num_layers, Count)
+    checked_number("max_stages", max_stages, Count)
     shape = (num_layers, len(submeshes), len(submeshes))
     if np.shape(link_s) != shape:
         raise ValueError(f"`link_s` must have the shape {shape}, one entry for each layer and pair of submeshes.")

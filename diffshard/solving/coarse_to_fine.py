@@ -18,7 +18,6 @@ which a training step needs few, because its memory has one or two peaks).
 Source: Dantzig, Fulkerson and Johnson, "Solution of a large-scale traveling-salesman problem" (1954).
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -27,9 +26,8 @@ import numpy as np
 
 from cost.base import Problem
 from cost.evaluation import Evaluator, checked_choice
-from cost.validation import validate, with_finite_loads
 from diffshard.base import OPTIMAL_GAP, Deadline, Progress, Proposal, Solution, Solver
-from diffshard.solving.loop import Best, in_range, proposals, reduced, run_solver
+from diffshard.solving.loop import Best, begun, proposals, reduced, run_solver
 from diffshard.solving.presolve.base import Reduction, identity
 from diffshard.solving.quotient import Quotient, classes, merge_classes
 
@@ -164,14 +162,9 @@ def run_coarse_to_fine(
       ValueError: the problem breaks a rule of `Problem`, alike nodes have different numbers of strategies, or the
         start is no choice of the problem.
     """
-    start_s = time.perf_counter()
-    validate(problem)
-    given = with_finite_loads(problem)
-    problem, unit = in_range(given)
-    best = Best(given, progress, start_s, unit)
-    if best.offer_least():
+    problem, best, deadline = begun(problem, time_limit_s, progress)
+    if best.has_no_room:
         return best.solution("finished")
-    deadline = Deadline(time_limit_s, start_s)
     run = _Run(problem, solver, reduce, key, deadline, best, LazyMemoryLimit(problem), stop_gap)
     alike = np.unique(alike, return_inverse=True)[1].ravel()
     ties = [lambda: alike, lambda: _loosened(problem, alike)]

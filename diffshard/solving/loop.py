@@ -54,16 +54,11 @@ def run_solver(
         node.
       TypeError: the solver yields something that is no `Proposal`.
     """
-    start_s = time.perf_counter()
-    validate(problem)
-    given = with_finite_loads(problem)
-    problem, unit = in_range(given)
-    best = Best(given, progress, start_s, unit)
-    if best.offer_least():
+    problem, best, deadline = begun(problem, time_limit_s, progress)
+    if best.has_no_room:
         return best.solution("finished")
     if start is not None:
         best.offer(identity(problem), Proposal(checked_choice(problem, start)))
-    deadline = Deadline(time_limit_s, start_s)
     status = "finished"
     try:
         for _ in proposals(best, reduced(best, problem, reduce), solver, deadline, key):
@@ -75,6 +70,15 @@ def run_solver(
     except KeyboardInterrupt:
         status = "interrupted"
     return best.solution(status)
+
+
+def begun(problem: Problem, time_limit_s: float | None, progress: Progress | None) -> tuple[Problem, "Best", Deadline]:
+    """Checks a problem; returns it with costs whose sums stay in range, its best choice so far, and the deadline."""
+    deadline = Deadline(time_limit_s, time.perf_counter())
+    validate(problem)
+    given = with_finite_loads(problem)
+    problem, unit = in_range(given)
+    return problem, Best(given, progress, deadline.begin_s, unit), deadline
 
 
 def reduced(best: "Best", problem: Problem, reduce: Callable[[Problem], Reduction]) -> Reduction:
@@ -104,7 +108,11 @@ def proposals(
 
 
 class Best:
-    """The best proposal so far, by exact price: any feasible one before any other, then less excess, then less cost."""
+    """The best proposal so far, by exact price: any feasible one before any other, then less excess, then less cost.
+
+    Attributes:
+      has_no_room: whether even the choice of least memory, which is then the best, exceeds the limit.
+    """
 
     def __init__(self, problem: Problem, progress: Progress | None, start: float, unit: float = 1.0):
         self.problem, self.unit = problem, unit
@@ -116,6 +124,10 @@ class Best:
         self.lower_bound = -math.inf
         self._history: list[tuple[float, float, float]] = []
         self._report()
+        least = _least_choice(problem)
+        self.has_no_room = least is not None
+        if least is not None:
+            self.offer(identity(problem), Proposal(least, math.inf))
 
     def offer(self, reduction: Reduction, proposal: Proposal) -> np.ndarray | None:
         """Prices a proposal for the reduced problem on the problem as it was given, and keeps what is better.
@@ -136,13 +148,6 @@ class Best:
         if is_better:
             self._report()
         return choice
-
-    def offer_least(self) -> bool:
-        """Offers the choice of least memory where even that exceeds the limit; returns whether it does."""
-        least = _least_choice(self.problem)
-        if least is not None:
-            self.offer(identity(self.problem), Proposal(least, math.inf))
-        return least is not None
 
     def prefer(self, choice: np.ndarray) -> None:
         """Makes a choice `[V]` the best one, though another may be a little cheaper."""

@@ -21,7 +21,7 @@ import numpy as np
 from cost.base import Problem, num_strategies
 from cost.evaluation import checked_choice, evaluate
 from cost.quantities import with_weights
-from cost.real_numbers import is_positive, real_number, whole_number
+from cost.real_numbers import Limit, checked_number, real_number, whole_number
 from cost.validation import validate, with_finite_loads
 from diffshard.base import OPTIMAL_GAP, Deadline, Progress, Solution, Solver
 from diffshard.public_names import did_you_mean
@@ -94,8 +94,8 @@ def check_solver_options(solver: str | Solver | None, time_limit_s: float | None
     """Raises `ValueError` if there is no such solver, or the time limit or the key is none; names the argument."""
     if solver is not None:
         resolve(solver)
-    if time_limit_s is not None and not is_positive(time_limit_s):
-        raise ValueError(f"`time_limit_s` must be a positive number of seconds or None, not {time_limit_s!r}.")
+    if time_limit_s is not None:
+        checked_number("time_limit_s", time_limit_s, Limit, " of seconds or None")
     check_key(key)
 
 
@@ -108,9 +108,9 @@ def check_key(key: jax.Array | int | None) -> None:
         raise ValueError(f"`key` must be a seed below 2^63, a JAX random key or None, got {key!r}.")
 
 
-def checked_solve_options(options: Mapping[str, Any]) -> SolveOptions:
-    """Returns all four options, None for those that were left out; also where no solver will be asked."""
-    checked: Any = solver_options(options, SolveOptions.__annotations__)
+def checked_solve_options(options: Mapping[str, Any], function: Callable[..., Any]) -> SolveOptions:
+    """Returns all four options that `function` was given, None for those left out; also where no solver is asked."""
+    checked: Any = solver_options(options, SolveOptions.__annotations__, function)
     progress = checked["progress"]
     check_solver_options(checked["solver"], checked["time_limit_s"], checked["key"])
     if progress is not None and not callable(progress):
@@ -155,7 +155,7 @@ def solve(
       TypeError: the problem is no `Problem`, the solver yields something that is no `Proposal`, or the objective does
         not return a scalar.
     """
-    begin_s, checked = time.perf_counter(), checked_solve_options(options)
+    begin_s, checked = time.perf_counter(), checked_solve_options(options, solve)
     solver, key, progress = checked.get("solver") or DEFAULT_SOLVER, checked.get("key"), checked.get("progress")
     run, time_limit_s = resolve(solver), real_number(checked.get("time_limit_s"))
     if time_limit_s is not None and reduce is presolve:

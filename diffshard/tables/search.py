@@ -83,7 +83,7 @@ def shard_tables(
     """
     start_s = time.perf_counter()
     tables = _measured_tables(_checked_tables(tables, access), statistics or {}, access or {})
-    options = checked_solve_options(options)
+    options = checked_solve_options(options, shard_tables)
     mesh = _checked_mesh(mesh_or_devices)
     devices = _devices(mesh, hardware, memory_limit_bytes, host_memory_limit_bytes, batch_size)
     space = EmbeddingTableSpace(tables, devices)

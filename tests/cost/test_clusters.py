@@ -130,7 +130,7 @@ def test_devices_are_grouped_by_host_and_kind():
         (lambda: MIXED.hardware(2, {"x": 1}), ValueError, r"`kind` must be the index of a kind \(0: A100-80GB, 1"),
         (lambda: MIXED.hardware(0, {"x": 12}), ValueError, r"`shape` {'x': 12} has 12 devices, but the submeshes of"),
         (lambda: MIXED.hardware(0, {"x": -4, "y": -4}), ValueError, "`shape` must have a whole number of devices"),
-        (lambda: MIXED.link_s(-1, *MIXED.submeshes()[:2]), ValueError, "`num_bytes` must be a number, 0 or more"),
+        (lambda: MIXED.link_s(-1, *MIXED.submeshes()[:2]), ValueError, "`num_bytes` must be a number, zero or more"),
         (lambda: Cluster.from_devices([]), ValueError, "`devices` is empty"),
     ],
 )

@@ -149,7 +149,7 @@ def test_the_command_prints_what_it_counted(capsys):
         (("collectives", 0, "axis"), "rows", r"`collectives\[0\].axis` is 'rows'"),
         (("collectives", 0, "kind"), "gather", r"`collectives\[0\].kind` must be one of"),
         (("lower_bound_s",), "inf", "`lower_bound_s`"),
-        (("memory_limit_bytes",), 0, "`memory_limit_bytes` must be positive"),
+        (("memory_limit_bytes",), 0, "`memory_limit_bytes` must be a positive number"),
         (("mesh_axes",), {"data": 2, "rows": 4}, "`hardware` has no link for the axis 'rows'"),
         (("specs", 0), [["rows"], []], "names 'rows', which is no axis"),
         (("specs", 0), [["data"], ["data"]], "splits two dimensions over one axis"),

@@ -241,9 +241,9 @@ def test_devices_of_a_phase_are_those_of_the_mesh_or_the_first():
     [
         ({}, "`Phase` takes either `num_steps` or `duration_s`, got None and None"),
         ({"num_steps": 1, "duration_s": 1.0}, "`Phase` takes either `num_steps` or `duration_s`, got 1 and 1.0"),
-        ({"num_steps": 0}, "`Phase.num_steps` must be a positive whole number, not 0"),
-        ({"num_steps": 1.5}, "`Phase.num_steps` must be a positive whole number, not 1.5"),
-        ({"duration_s": float("inf")}, "`Phase.duration_s` must be a positive, finite number, not inf"),
+        ({"num_steps": 0}, "`Phase.num_steps` must be a whole number, 1 or more, not 0"),
+        ({"num_steps": 1.5}, "`Phase.num_steps` must be a whole number, 1 or more, not 1.5"),
+        ({"duration_s": float("inf")}, "`Phase.duration_s` must be a positive finite number, not inf"),
         ({"num_steps": 1, "memory_limit_bytes": -1}, "`Phase.memory_limit_bytes` must be a positive number or None"),
         ({"num_steps": 1, "device_ids": (0, 0)}, "`Phase.device_ids` must be 2 different whole numbers"),
         ({"num_steps": 1, "device_ids": (0,)}, "`Phase.device_ids` must be 2 different whole numbers"),

@@ -204,7 +204,10 @@ def abstract_layer(expert):
         (lambda: LAYOUT.apply(expert, ARRAYS, X[:9], X[:9] @ GATE), "multiple of the 8 devices of the mesh, got 9"),
         (lambda: LAYOUT.apply(expert, ARRAYS, X, X), r"`logits` \[T, 6\], got \(32, 4\) and \(32, 4\)"),
         (lambda: LAYOUT.apply(expert, ARRAYS, X, X @ GATE, num_chosen=7), "from 1 to the 6 experts, not 7"),
-        (lambda: LAYOUT.apply(expert, ARRAYS, X, X @ GATE, capacity_factor=0), "`capacity_factor` must be positive"),
+        (
+            lambda: LAYOUT.apply(expert, ARRAYS, X, X @ GATE, capacity_factor=0),
+            "`capacity_factor` must be a positive finite number",
+        ),
         (lambda: LAYOUT.apply(expert, ARRAYS, X.astype(int), X @ GATE), "`tokens` must be floating point numbers, not"),
         (lambda: abstract_layer(lambda w, x: x.sum()), "one row for each of the 12 tokens"),
         (lambda: abstract_layer(lambda w, x: x > 0), "`expert` must return floating point numbers"),

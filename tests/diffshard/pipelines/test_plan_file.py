@@ -67,7 +67,7 @@ def test_newer_versions_and_other_files_are_refused(tmp_path):
         (("stages", 1, "devices"), [4], "not axes of a mesh of 1 devices"),
         (("stages", 1, "in_flight"), 5, "`in_flight` of the stages must be"),
         (("stages", 1, "peak_bytes"), 2**40, "more than `memory_limit_bytes`"),
-        (("stages", 1, "memory_limit_bytes"), "nan", "`stages\\[1\\].memory_limit_bytes` must be positive"),
+        (("stages", 1, "memory_limit_bytes"), "nan", "`stages\\[1\\].memory_limit_bytes` must be a positive number"),
         (("stages", 1, "forward_s"), "inf", "`stages\\[1\\].forward_s` must be a finite number"),
         (("stages", 2, "send_forward_s"), 1.0, "must send nothing"),
         (("stages", 0, "arguments", 0, "spec"), [["z"], []], "no axis of `mesh_axes`"),
