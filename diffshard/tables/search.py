@@ -4,19 +4,22 @@ Letters for sizes: T tables, D devices.
 """
 
 import dataclasses
+import hashlib
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.base import Hardware
-from cost.real_numbers import is_positive, whole_number
+from cost.real_numbers import Amount, Index, is_positive, whole_number
 from diffshard.base import InfeasibleError, PlanError, Solution
 from diffshard.plans.formats import format_bytes
+from diffshard.plans.plan_record import History
+from diffshard.processes import errors_for_all, processes_of
 from diffshard.sharding_search.options import hardware_for
 from diffshard.solving.solve import SolveOptions, checked_solve_options
 from diffshard.tables import learned_annealing
@@ -33,6 +36,16 @@ from search_spaces.embedding_tables.space import EmbeddingTableSpace
 from search_spaces.embedding_tables.strategies import least_piece
 
 _AXIS = "tables"  # of the mesh that is made of a list of devices
+_WHAT = "place embedding tables"  # in errors of several processes
+
+
+class _Placed(NamedTuple):
+    """What a search finds: strategies `[T]`, with the certificate of the plan."""
+
+    choice: tuple[Index, ...]
+    lower_bound_s: Amount
+    status: str
+    history: History
 
 
 def shard_tables(
@@ -58,6 +71,8 @@ def shard_tables(
     >>> tables = [EmbeddingTable("users", 10**7, 64, pooling_factor=1), EmbeddingTable("items", 10**6, 128, 20)]
     >>> plan = shard_tables(tables, mesh, hardware="h100")
 
+    Under `jax.distributed` all processes of the mesh call this alike, and the first one searches for all.
+
     Args:
       tables: T tables with different names.
       mesh_or_devices: the D devices; tables and batch are spread over all axes of a mesh.
@@ -79,44 +94,72 @@ def shard_tables(
     Raises:
       InfeasibleError: the tables do not fit the memory, in arrays as long on each device as on the fullest one; says
         by how many bytes.
+      ProcessesError: the processes have different arguments, or one of them has failed.
       TypeError, ValueError: an argument breaks its rule; the error names it and its value.
     """
     start_s = time.perf_counter()
-    tables = _measured_tables(_checked_tables(tables, access), statistics or {}, access or {})
-    options = checked_solve_options(options, shard_tables)
-    mesh = _checked_mesh(mesh_or_devices)
-    devices = _devices(mesh, hardware, memory_limit_bytes, host_memory_limit_bytes, batch_size)
-    space = EmbeddingTableSpace(tables, devices)
-    _check_cost(cost, devices, options)
-    _check_memory(space)
-    choice = None
-    if cost is not None:
-        own: Any = {name: value for name, value in options.items() if name != "solver"}
-        choice = learned_annealing.solve(space, cost, **own)
-    bound_s, status, history = 0.0, "finished", ()
-    if choice is None:
-        solution = solve_space(space, **options)
-        _check_feasible(space, solution)
-        choice, status, history = solution.choice, solution.status, solution.history
-        bound_s = max(float(solution.lower_bound), 0.0) if cost is None else 0.0
-    pieces = space.decode(tuple(map(int, choice))).pieces
-    try:
-        check_counts(Layout(tables, pieces, mesh.size))
-    except PlanError as error:
-        raise InfeasibleError(str(error)) from error
+    with errors_for_all(mesh_or_devices, _WHAT):
+        tables = _measured_tables(_checked_tables(tables, access), statistics or {}, access or {})
+        options = checked_solve_options(options, shard_tables)
+        mesh = _checked_mesh(mesh_or_devices)
+        devices = _devices(mesh, hardware, memory_limit_bytes, host_memory_limit_bytes, batch_size)
+        space = EmbeddingTableSpace(tables, devices)
+        _check_cost(cost, devices, options)
+        _check_memory(space)
+        processes = processes_of(mesh)
+        processes.check_alike(_WHAT, _facts(space, mesh, statistics or {}))
+        placed = processes.shared(_WHAT, lambda: _placed(space, cost, options), kind=_Placed)
+        pieces = space.decode(placed.choice).pieces
+        try:
+            check_counts(Layout(tables, pieces, mesh.size))
+        except PlanError as error:
+            raise InfeasibleError(str(error)) from error
     return TablePlan(
         tables=tables,
         devices=devices,
         pieces=pieces,
         mesh_axes=tuple((str(name), int(size)) for name, size in mesh.shape.items()),
-        lower_bound_s=bound_s,
-        status=status,
+        lower_bound_s=placed.lower_bound_s,
+        status=placed.status,
         search_s=time.perf_counter() - start_s,
         learned=None if cost is None else cost.prediction(tables, pieces, devices),
-        history=history,
+        history=placed.history,
         orders=needed_orders(tables, {name: own.hottest for name, own in (statistics or {}).items()}, pieces),
         mesh=mesh,
     )
+
+
+def _facts(
+    space: EmbeddingTableSpace, mesh: Mesh | AbstractMesh, statistics: Mapping[str, TableStatistics]
+) -> dict[str, str]:
+    """Returns texts by name about what a plan depends on, which are the same in all processes."""
+    hottest = {
+        name: hashlib.sha256(np.concatenate([own.hottest, own.counts]).tobytes()).hexdigest()[:16]
+        for name, own in sorted(statistics.items())
+    }
+    return {
+        "`statistics`": repr({name: (repr(statistics[name]), digest) for name, digest in hottest.items()}),
+        "`tables`": repr(space.tables),
+        "`mesh`": repr(tuple(mesh.shape.items())),
+        "the devices": repr(space.devices),
+    }
+
+
+def _placed(space: EmbeddingTableSpace, cost: LearnedTableCost | None, options: SolveOptions) -> _Placed:
+    """Searches a space.
+
+    Raises:
+      InfeasibleError: no placement was found that fits.
+    """
+    if cost is not None:
+        own: Any = {name: value for name, value in options.items() if name != "solver"}
+        choice = learned_annealing.solve(space, cost, **own)
+        if choice is not None:
+            return _Placed(tuple(map(int, choice)), 0.0, "finished", ())
+    found = solve_space(space, **options)
+    _check_feasible(space, found)
+    bound_s = max(float(found.lower_bound), 0.0) if cost is None else 0.0
+    return _Placed(tuple(map(int, found.choice)), bound_s, found.status, found.history)
 
 
 def _check_feasible(space: EmbeddingTableSpace, solution: Solution) -> None:
