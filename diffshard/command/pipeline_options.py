@@ -16,6 +16,7 @@ _OF_PIPELINES = (
     "microbatches",
     "max_stages",
     "schedules",
+    "predicted_steps",
     "stages_per_device",
     "gradient_reductions",
     "max_replicas",
@@ -41,6 +42,9 @@ def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[,NAME...]",
         help="some of 1f1b, eager, gpipe; default: all of these. Alone: 2bw, gradients of the step before. "
         "Also: interleaved, zb-h1, zb-v",
+    )
+    group.add_argument(
+        "--predicted-steps", type=float, metavar="S", help="for 2bw: steps by which weights are predicted; default: 0"
     )
     group.add_argument(
         "--stages-per-device", type=whole_numbers, metavar="N[,N...]", help="for interleaved; default: 2"

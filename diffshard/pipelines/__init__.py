@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from diffshard.pipelines.delayed_gradients import current_version as current_version
     from diffshard.pipelines.delayed_gradients import delayed as delayed
     from diffshard.pipelines.execution import StageError as StageError
+    from diffshard.pipelines.loss_limits import LossLimit as LossLimit
     from diffshard.pipelines.microbatches import in_microbatches as in_microbatches
     from diffshard.pipelines.pipelined_function import PipelinedFunction as PipelinedFunction
     from diffshard.placing import Placement as Placement

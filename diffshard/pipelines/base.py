@@ -1,12 +1,14 @@
 """What a search may choose of a pipeline."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from cost.pipeline_schedules import BY_STAGES_LEFT, Schedule, checked_stages_per_device, goes_round, splits_backward
 from cost.real_numbers import whole_number
 from diffshard.pipelines.batch_arguments import BatchArguments
+from diffshard.pipelines.delayed_gradients import checked_predicted_steps
+from diffshard.pipelines.loss_limits import LossLimit, MeasuredDelay
 from diffshard.pipelines.plans.base import BatchMeans, GradientReduction, ResidualUse
 
 
@@ -22,8 +24,12 @@ class Pipeline:
       schedules: the schedules to try: "1f1b", "eager", "gpipe". On equal parts of the cluster, of one kind:
         "interleaved", by which each device holds several stages, and the number of devices divides that of the
         micro-batches; "zb-h1", which computes the gradients of weights where stages would wait; and "zb-v", which does
-        so with two stages on each device. Alone and never by default: "2bw", which changes the results: gradients are
-        those of the weights of one step ago, as `diffshard.pipelines.delayed` has them.
+        so with two stages on each device. Never by default, and beside others with a `loss_limit` only: "2bw", which
+        changes the results: gradients are those of the weights of one step ago, as `diffshard.pipelines.delayed` has
+        them.
+      predicted_steps: with "2bw" by how many steps weights are predicted, as in `diffshard.pipelines.delayed`; with a
+        `loss_limit` several numbers may be given, and each is measured.
+      loss_limit: how far "2bw" may raise the loss; None does not measure it.
       stages_per_device: how many stages a device may hold with "interleaved"; each number is tried.
       gradient_reductions: how often gradients may be reduced over the devices that share the examples of a micro-batch:
         "each_microbatch", or "once", when the step ends. The latter sends less, and each device keeps a whole total of
@@ -53,6 +59,8 @@ class Pipeline:
     residuals: Sequence[ResidualUse] = ("keep", "recompute")
     batch_means: BatchMeans = "whole"
     stages_per_device: int | Sequence[int] = 2
+    predicted_steps: float | Sequence[float] = 0.0
+    loss_limit: LossLimit | None = None
 
     def __post_init__(self):
         _ = self.batch
@@ -70,13 +78,7 @@ class Pipeline:
         given = self.gradient_reductions
         if isinstance(given, str) or not given or any(way not in ways for way in given):
             raise ValueError(f"`Pipeline.gradient_reductions` must be some of {ways}, not {given!r}.")
-        if self.is_delayed and set(self.schedules) != {"2bw"}:
-            raise ValueError(
-                "`Pipeline.schedules` must be ('2bw',) where it has '2bw': it changes the results and the state, so "
-                "that one search cannot choose between it and others. Search twice and compare; got "
-                f"{self.schedules!r}."
-            )
-
+        self._check_delay()
         if self.max_replicas > 1 and (self.is_delayed or "each_microbatch" not in self.gradient_reductions):
             raise ValueError(
                 "`Pipeline.max_replicas` must be 1 with the schedule '2bw', and where gradients are reduced only once: "
@@ -91,6 +93,25 @@ class Pipeline:
         uses, given = get_args(ResidualUse), self.residuals
         if isinstance(given, str) or "keep" not in given or any(use not in uses for use in given):
             raise ValueError(f'`Pipeline.residuals` must be some of {uses}, "keep" among them, not {given!r}.')
+
+    def _check_delay(self) -> None:
+        steps = [checked_predicted_steps(number) for number in self.predicted_step_counts]
+        if not steps or len(set(steps)) < len(steps):
+            raise ValueError(f"`Pipeline.predicted_steps` must name each number once, not {self.predicted_steps!r}.")
+        if not self.is_delayed and (any(steps) or self.loss_limit is not None):
+            raise ValueError(
+                "`Pipeline.predicted_steps` and `loss_limit` are for the schedule '2bw', which `schedules` must have; "
+                f"it is {self.schedules!r}."
+            )
+        if self.loss_limit is not None and not isinstance(self.loss_limit, LossLimit):
+            raise TypeError(f"`Pipeline.loss_limit` must be a LossLimit or None, not {self.loss_limit!r}.")
+        if self.is_delayed and self.loss_limit is None and (set(self.schedules) != {"2bw"} or len(steps) > 1):
+            raise ValueError(
+                "`Pipeline.schedules` must be ('2bw',) where it has '2bw', with one number of `predicted_steps`: it "
+                "changes the results and the state, so that one search cannot choose between it and others. Give a "
+                "`loss_limit`, by which it is measured what that does to the loss, or search twice and compare; got "
+                f"{self.schedules!r} and {self.predicted_steps!r}."
+            )
 
     def _check_even_stages(self) -> None:
         numbers = self.stages_per_device
@@ -134,6 +155,34 @@ class Pipeline:
     def is_delayed(self) -> bool:
         """Whether gradients are those of the weights of one step ago."""
         return "2bw" in self.schedules
+
+    @property
+    def predicted_step_counts(self) -> tuple[Any, ...]:
+        """By how many steps weights may be predicted with "2bw"."""
+        given = self.predicted_steps
+        return tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+
+    def within_limit(self, delays: Sequence[MeasuredDelay]) -> "Sequence[Pipeline]":
+        """Returns what is to be searched: exact schedules, and "2bw" with the cheapest delay that is allowed.
+
+        A prediction takes more memory than none, and all predictions take as much: of these the one with the least
+        loss.
+
+        Raises:
+          ValueError: there is none.
+        """
+        exact: tuple[Schedule, ...] = tuple(name for name in self.schedules if name != "2bw")
+        found = [replace(self, schedules=exact, predicted_steps=0.0, loss_limit=None)] if exact else []
+        allowed = [delay for delay in delays if delay.is_allowed]
+        if allowed:
+            best = min(allowed, key=lambda delay: (delay.predicted_steps > 0, delay.increase))
+            found.append(replace(self, schedules=("2bw",), predicted_steps=best.predicted_steps, loss_limit=None))
+        if not found:
+            raise ValueError(
+                "`Pipeline.schedules` has '2bw' alone, but each delay raises the loss by more than "
+                f"`LossLimit.max_loss_increase`: {'; '.join(map(str, delays))}. Give other schedules with it."
+            )
+        return found
 
     @property
     def batch(self) -> BatchArguments:

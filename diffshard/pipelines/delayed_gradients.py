@@ -4,10 +4,17 @@ W(t + 1) = W(t) - η·∇f(W(t - 1)) needs two versions of the weights, each a l
 differentiation made reads the previous one, and everything else, such as an optimiser, the current one. JAX writes into
 the traced step which of its equations belong to a differentiated function, so that nothing in the step changes.
 
-Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-2BW, 2021), section 3.1.
+Weights that go on as they went last are known before the step that makes them ends. So gradients may also be read at
+predicted weights, W(t - 1) + s·(W(t - 1) - W(t - 2)), which needs no knowledge of the optimiser and one more version.
+With s = 1 and gradient descent with momentum this is the prediction that SpecTrain makes from the velocity.
+
+Source: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-2BW, 2021), section 3.1. Chen,
+Yang, Cheng, "Efficient and Robust Parallel DNN Training through Model Parallelism on Multi-GPU Platform" (SpecTrain,
+2018), section 4, equation 4.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from cost.real_numbers import real_number
 from diffshard.pipelines.microbatches import without_dead_code
 from diffshard.sharding_search.call import Structure, abstract_array, abstract_split, array_paths, split
 from diffshard.staged_array import StagedArray
@@ -25,36 +33,38 @@ from search_spaces.sharding.tracing import feedback_of
 
 @jax.tree_util.register_pytree_with_keys_class
 class DelayedArray:
-    """An array of a training state in two versions; a pytree of both.
+    """An array of a training state in two versions, or in three where weights are predicted; a pytree of them.
 
     Args:
       current: what the last step made.
-      previous: what it was before that step; gradients are of this version.
+      previous: what it was before that step; gradients are of this version, or of what follows from it and `older`.
+      older: what it was before the step before that; None where weights are not predicted.
     """
 
-    def __init__(self, current: Any, previous: Any):
-        self.current, self.previous = current, previous
+    def __init__(self, current: Any, previous: Any, older: Any = None):
+        self.current, self.previous, self.older = current, previous, older
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], None]:
-        """Returns the two versions with their names, for JAX."""
-        names = "current", "previous"
+        """Returns the versions with their names, for JAX."""
+        names = "current", "previous", "older"
         return tuple((jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names), None
 
     @classmethod
     def tree_unflatten(cls, _: None, children: Sequence[Any]) -> "DelayedArray":
-        """Returns the array of two versions, for JAX."""
+        """Returns the array of several versions, for JAX."""
         return cls(*children)
 
     def __repr__(self) -> str:
-        return f"DelayedArray(current={self.current!r}, previous={self.previous!r})"
+        older = "" if self.older is None else f", older={self.older!r}"
+        return f"DelayedArray(current={self.current!r}, previous={self.previous!r}{older})"
 
 
 class DelayedStep:
     """A training step with the gradients of the weights of one step ago; made by `delayed`."""
 
-    def __init__(self, fn: Callable[..., Any]):
+    def __init__(self, fn: Callable[..., Any], predicted_steps: float = 0.0):
         functools.update_wrapper(self, fn)
-        self._fn = fn
+        self._fn, self.predicted_steps = fn, predicted_steps
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a step; weights are `DelayedArray` in its result, and in its arguments unless this is the first step.
@@ -65,30 +75,42 @@ class DelayedStep:
         args, kwargs = self.with_versions(*args, **kwargs)
         current, structure = split(_version((args, kwargs), "current"))
         previous, _ = split(_version((args, kwargs), "previous"))
-        call = _traced_step(self._fn, *structure.unflatten(current))
-        results = _evaluate(call, current, previous)
+        call = traced_step(self._fn, *structure.unflatten(current))
+        read, older = previous, dict.fromkeys(call.delayed)
+        if self.predicted_steps:
+            oldest, _ = split(_version((args, kwargs), "older"))
+            older = {i: previous[i] for i in call.delayed}
+            read = [x + self.predicted_steps * (x - oldest[i]) if i in older else x for i, x in enumerate(previous)]
+        results = _evaluate(call, current, read)
         leaves = [
-            DelayedArray(result, current[argument]) if argument in call.delayed else result
+            DelayedArray(result, current[argument], older[argument]) if argument in call.delayed else result
             for result, argument in zip(results, call.feedback, strict=True)
         ]
         return call.result.unflatten(leaves)
 
     def with_versions(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments of the first step, arrays or their shapes, with both versions of the weights.
+        """Returns the arguments of the first step, arrays or their shapes, with all versions of the weights.
 
-        Arguments that have `DelayedArray` already are returned as they are.
+        Arguments that have `DelayedArray` already get or lose the oldest version at most.
         """
-        if any(isinstance(leaf, DelayedArray) for leaf in jax.tree.leaves((args, kwargs), is_leaf=_is_delayed)):
-            return args, kwargs
+        if has_versions((args, kwargs)):
+            return jax.tree.map(self._delayed, (args, kwargs), is_leaf=_is_delayed)
         arrays, structure = split((tuple(args), kwargs))
-        delayed_arrays = _traced_step(self._fn, args, kwargs).delayed
+        delayed_arrays = traced_step(self._fn, args, kwargs).delayed
         return structure.unflatten(
-            [DelayedArray(x, _copy(x)) if i in delayed_arrays else x for i, x in enumerate(arrays)]
+            [self._delayed(DelayedArray(x, _copy(x))) if i in delayed_arrays else x for i, x in enumerate(arrays)]
         )
 
+    def _delayed(self, leaf: Any) -> Any:
+        """Returns the versions of an array that this step reads: the oldest is the previous one at first."""
+        if not _is_delayed(leaf):
+            return leaf
+        older = _copy(leaf.previous) if leaf.older is None else leaf.older
+        return DelayedArray(leaf.current, leaf.previous, older if self.predicted_steps else None)
 
-def delayed(fn: Callable[..., Any]) -> DelayedStep:
-    """Makes a training step whose gradients are those of the weights of one step ago.
+
+def delayed(fn: Callable[..., Any], *, predicted_steps: float = 0.0) -> DelayedStep:
+    """Makes a training step whose gradients are those of the weights of one step ago, or of weights predicted from it.
 
     >>> step = jax.jit(diffshard.pipelines.delayed(train_step))
     >>> for batch in data:
@@ -105,22 +127,43 @@ def delayed(fn: Callable[..., Any]) -> DelayedStep:
 
     Args:
       fn: a training step `(state, batch) -> (state, loss)` or alike, which differentiates.
+      predicted_steps: s, by how many steps weights are predicted: gradients are read at W(t - 1) + s·(W(t - 1) -
+        W(t - 2)). With 1 that is where W(t) will be if the last change repeats itself; it takes a third version.
 
     Returns:
       A function of the same arguments, for `jax.jit`, `in_microbatches` or `search`.
 
     Raises:
       TypeError: `fn` is no function.
+      ValueError: `predicted_steps` is no finite number, 0 or more; or `fn` is delayed with another one already.
     """
     if not callable(fn):
         raise TypeError(f"`fn` must be a function, not {type(fn).__name__}.")
-    return fn if isinstance(fn, DelayedStep) else DelayedStep(fn)
+    steps = checked_predicted_steps(predicted_steps)
+    if not isinstance(fn, DelayedStep):
+        return DelayedStep(fn, steps)
+    if fn.predicted_steps != steps:
+        raise ValueError(
+            f"`predicted_steps` is {steps:g}, but {getattr(fn, '__name__', 'fn')} is delayed with "
+            f"{fn.predicted_steps:g} already. Give the step itself, or the same number."
+        )
+    return fn
+
+
+def checked_predicted_steps(steps: Any) -> float:
+    """Returns by how many steps weights are predicted; raises `ValueError` unless it is finite and 0 or more."""
+    number = real_number(steps)
+    if number is None or not 0 <= number < math.inf:
+        raise ValueError(
+            f"`predicted_steps` must be a finite number, 0 or more, not {steps!r}: 0 predicts nothing, and 1 predicts "
+            "the weights of one step later."
+        )
+    return number
 
 
 def has_versions(tree: Any) -> bool:
     """Tells whether some leaf of a tree is a `DelayedArray`."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, DelayedArray))
-    return any(isinstance(leaf, DelayedArray) for leaf in leaves)
+    return any(map(_is_delayed, jax.tree.leaves(tree, is_leaf=_is_delayed)))
 
 
 def current_version(tree: Any) -> Any:
@@ -128,7 +171,7 @@ def current_version(tree: Any) -> Any:
     return _version(tree, "current")
 
 
-class _TracedStep(NamedTuple):
+class TracedStep(NamedTuple):
     """A step that was traced.
 
     Attributes:
@@ -147,7 +190,8 @@ class _TracedStep(NamedTuple):
     is_needed: list[bool]
 
 
-def _traced_step(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> _TracedStep:
+def traced_step(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> TracedStep:
+    """Traces a training step, and finds which of its arguments are to be delayed; errors are those of `delayed`."""
     arrays, structure = split((tuple(args), dict(kwargs)))
     results: list[tuple[Structure, list[int | None]]] = []
 
@@ -172,13 +216,13 @@ def _traced_step(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
             needed.update(v for v in equation.invars if isinstance(v, core.Var))
     replaced = {argument for argument in feedback if argument is not None}
     found = frozenset(i for i in replaced if jaxpr.invars[i] in needed and _is_float(jaxpr.invars[i]))
-    call = _TracedStep(program, result, feedback, found, is_differentiated, is_needed[::-1])
+    call = TracedStep(program, result, feedback, found, is_differentiated, is_needed[::-1])
     named = [*((f"argument {i}", x) for i, x in enumerate(args)), *((name, kwargs[name]) for name in sorted(kwargs))]
     _check(call, getattr(fn, "__name__", "fn"), [path for name, x in named for path in array_paths(name, x)])
     return call
 
 
-def _check(call: _TracedStep, name: str, paths: Sequence[str]) -> None:
+def _check(call: TracedStep, name: str, paths: Sequence[str]) -> None:
     jaxpr = call.program.jaxpr
     if not call.delayed:
         raise ValueError(
@@ -194,7 +238,7 @@ def _check(call: _TracedStep, name: str, paths: Sequence[str]) -> None:
             )
 
 
-def _evaluate(call: _TracedStep, current: Sequence[Any], previous: Sequence[Any]) -> list[Any]:
+def _evaluate(call: TracedStep, current: Sequence[Any], previous: Sequence[Any]) -> list[Any]:
     """Runs a step: differentiated functions, and what they need, with the previous version of delayed arguments."""
     jaxpr = call.program.jaxpr
     now: dict[core.Var, Any] = dict(zip(jaxpr.constvars, call.program.consts, strict=True))
@@ -242,7 +286,7 @@ def _version(tree: Any, name: str) -> Any:
 
 
 def _copy(array: Any) -> Any:
-    """Returns an array with memory of its own, so that both versions can be donated; a shape remains as it is."""
+    """Returns an array with memory of its own, so that all versions can be donated; a shape remains as it is."""
     if isinstance(array, StagedArray):
         return StagedArray([_copy(part) for part in array.parts], array.dim)
     return jnp.copy(array) if isinstance(array, jax.Array) else array

@@ -1,5 +1,6 @@
 """A training step that runs as a pipeline: searched, compiled and run for the types of its arguments."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -8,13 +9,15 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from diffshard.base import InfeasibleError
 from diffshard.live_progress import LiveLine, live_line
 from diffshard.pipelines.checked_calls import batches_of, check_can_be_held, checked_call, flat_steps
 from diffshard.pipelines.decisions import program_facts, request_facts
-from diffshard.pipelines.delayed_gradients import DelayedStep, delayed, has_versions
+from diffshard.pipelines.delayed_gradients import DelayedStep, current_version, delayed, has_versions
 from diffshard.pipelines.execution import StagedExecution
+from diffshard.pipelines.loss_limits import MeasuredDelay, measured_delays
 from diffshard.pipelines.options import PipelineOptions, donated_arrays
-from diffshard.pipelines.planned_pipeline import FoundPipeline
+from diffshard.pipelines.planned_pipeline import FoundPipeline, with_bound
 from diffshard.pipelines.plans.base import PipelinePlanData
 from diffshard.pipelines.plans.page import format_pipeline_page
 from diffshard.pipelines.search import find_pipeline
@@ -70,10 +73,12 @@ class PipelinedFunction(Generic[PlanT]):
     def __init__(self, options: PipelineOptions, kind: type[PlanT], find: FindPipeline = find_pipeline):
         check_static(options)
         self._has_static = bool(options.static_argnums or options.static_argnames)  # their values come with calls
-        self.options = options if self._has_static else _delayed(options)
+        self._has_limit = options.pipeline.loss_limit is not None  # what is within it is known when it was measured
+        self._delays: tuple[MeasuredDelay, ...] | None = None
+        self.options = options if self._has_static or self._has_limit else _delayed(options)
         self._kind, self._find = kind, find
         self._prepared: dict[Any, _Prepared] = {}
-        self._bound: dict[Any, PipelinedFunction[PlanT]] = {}  # by the values of static arguments
+        self._bound: dict[Any, PipelinedFunction[PlanT]] = {}  # by static arguments, or types of arrays
 
     def plan(self, *args: Any, **kwargs: Any) -> PlanT:
         """Returns the plan for arguments (arrays or `jax.ShapeDtypeStruct`), searched once for each set of shapes.
@@ -84,8 +89,8 @@ class PipelinedFunction(Generic[PlanT]):
           TypeError: it is called under `jax.jit` or another transformation of JAX.
           ValueError: no number of micro-batches divides the batch, or the step cannot be cut; names the operation.
         """
-        if self._has_static:
-            own, args, kwargs = self._without_static(args, kwargs)
+        if self._has_static or self._has_limit:
+            own, args, kwargs = self._bound_to(args, kwargs)
             return own.plan(*args, **kwargs)
         self._check_outside(args, kwargs)
         return self._plan_of(self._prepare(*self._with_versions(args, kwargs)))
@@ -103,8 +108,8 @@ class PipelinedFunction(Generic[PlanT]):
           StageError: a program of a stage failed; names the stage.
           NumbersError: the first results are held against one device, and differ.
         """
-        if self._has_static:
-            own, args, kwargs = self._without_static(args, kwargs)
+        if self._has_static or self._has_limit:
+            own, args, kwargs = self._bound_to(args, kwargs)
             return own(*args, **kwargs)
         self._check_call(args, kwargs)
         args, kwargs = self._with_versions(args, kwargs)
@@ -136,7 +141,7 @@ class PipelinedFunction(Generic[PlanT]):
           StageError: a program of a stage failed; names the stage.
         """
         if self._has_static:
-            own, args, kwargs = self._without_static(args, kwargs)
+            own, args, kwargs = self._bound_to(args, kwargs)
             return own.steps(*args, **kwargs)
         iterables = batches_of(
             positional_names(signature_of(self.options.fn)), self.options.pipeline.batch, args, kwargs
@@ -148,6 +153,9 @@ class PipelinedFunction(Generic[PlanT]):
         for first in batches:
             args = tuple(first.get(n, x) for n, x in enumerate(args))
             kwargs = {name: first.get(name, x) for name, x in kwargs.items()}
+            if self._has_limit:
+                yield from self._bound_to(args, kwargs)[0]._steps(args, kwargs, itertools.chain([first], batches))
+                return
             self._check_call(args, kwargs)
             args, kwargs = self._with_versions(args, kwargs)
             execution, found = self.execution(*args, **kwargs), self._prepare(args, kwargs).found
@@ -159,8 +167,8 @@ class PipelinedFunction(Generic[PlanT]):
 
     def execution(self, *args: Any, **kwargs: Any) -> StagedExecution:
         """Returns what runs calls with such arguments: its programs, its copies, and `wait`."""
-        if self._has_static:
-            own, args, kwargs = self._without_static(args, kwargs)
+        if self._has_static or self._has_limit:
+            own, args, kwargs = self._bound_to(args, kwargs)
             return own.execution(*args, **kwargs)
         args, kwargs = self._with_versions(args, kwargs)
         prepared = self._prepare(args, kwargs)
@@ -170,8 +178,8 @@ class PipelinedFunction(Generic[PlanT]):
 
     def places(self, *args: Any, **kwargs: Any) -> list[ArrayPlace]:
         """Returns where each array of the arguments is kept, in the order in which JAX flattens them."""
-        if self._has_static:
-            own, args, kwargs = self._without_static(args, kwargs)
+        if self._has_static or self._has_limit:
+            own, args, kwargs = self._bound_to(args, kwargs)
             return own.places(*args, **kwargs)
         execution, step = self.execution(*args, **kwargs), self._prepare(args, kwargs).found.step
         found = []
@@ -182,18 +190,54 @@ class PipelinedFunction(Generic[PlanT]):
             found.append(ArrayPlace(sharding, step.replaced[position] is not None))
         return found
 
-    def _without_static(
+    def _bound_to(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> "tuple[PipelinedFunction[PlanT], tuple[Any, ...], dict[str, Any]]":
-        """Returns the function for the static arguments of a call, and the other arguments.
+        """Returns the function for the static arguments of a call, or for its delay, and the other arguments.
 
         Raises:
           TypeError: a static argument is not hashable.
+          ValueError: no schedule is within the limit on the loss.
         """
+        if self._has_limit:
+            self._check_outside(args, kwargs)
+            tree = current_version((tuple(args), _sorted(kwargs)))
+            arrays, structure = split(tree)
+            key = structure, array_types(arrays), jax_settings()
+            if key not in self._bound:
+                self._bound[key] = self._fastest_within_limit(*tree)
+            return self._bound[key], tuple(args), dict(kwargs)
         call = static_call(self.options, args, kwargs)
         if call.key not in self._bound:
             self._bound[call.key] = PipelinedFunction(without_static(self.options, call.values), self._kind, self._find)
         return self._bound[call.key], call.args, call.kwargs
+
+    def _fastest_within_limit(self, args: Sequence[Any], kwargs: dict[str, Any]) -> "PipelinedFunction[PlanT]":
+        """Returns the function of the fastest pipeline whose delay raises the loss by no more than is allowed."""
+        options, what = self.options, "measure delayed gradients"
+        limit, steps = options.pipeline.loss_limit, options.pipeline.predicted_step_counts
+        assert limit is not None
+        if self._delays is None:
+            self._delays = self._processes.shared(
+                what, lambda: measured_delays(options.fn, limit, steps), kind=tuple[MeasuredDelay, ...]
+            )
+        pipelines = options.pipeline.within_limit(self._delays)
+        share_s = None if options.time_limit_s is None else options.time_limit_s / len(pipelines)
+        found, refused = [], None
+        for pipeline in pipelines:
+            own = PipelinedFunction(replace(options, pipeline=pipeline, time_limit_s=share_s), self._kind, self._find)
+            try:
+                found.append((own._prepare(*own._with_versions(args, kwargs)), own))
+            except InfeasibleError as error:
+                refused = error
+        if not found:
+            assert refused is not None
+            raise refused
+        best, own = min(found, key=lambda pair: pair[0].found.plan.step_s)
+        note = f"Increases of the loss by delayed gradients: {'; '.join(map(str, self._delays))}."
+        plan = with_bound(best.found.plan, min(one.found.plan.lower_bound_s for one, _ in found))
+        best.found = best.found._replace(plan=replace(plan, notes=(*plan.notes, note)))
+        return own
 
     @property
     def _plans(self) -> list[PlanT]:
@@ -296,8 +340,9 @@ class PipelinedFunction(Generic[PlanT]):
 
 def _delayed(options: PipelineOptions) -> PipelineOptions:
     """Returns the options of the step with delayed gradients, where its pipeline is to have these."""
-    is_to_be = options.pipeline.is_delayed and not isinstance(options.fn, DelayedStep)
-    return replace(options, fn=delayed(options.fn)) if is_to_be else options
+    (steps,) = options.pipeline.predicted_step_counts
+    is_to_be = options.pipeline.is_delayed and not (isinstance(options.fn, DelayedStep) and not steps)
+    return replace(options, fn=delayed(options.fn, predicted_steps=steps)) if is_to_be else options
 
 
 def _page_title(plan: PipelinePlanData) -> str:

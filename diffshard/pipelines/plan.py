@@ -101,6 +101,7 @@ class PipelinePlan(PipelinePlanData):
             batch_argnames=self.roles.batch_argnames,
             microbatches=self.num_microbatches,
             schedules=(self.schedule,),
+            predicted_steps=self.predicted_steps,
             stages_per_device=max(self.stages_per_device, 2),
             max_stages=max(len(self.stages), Pipeline.max_stages),
             batch_means=self.batch_means,

@@ -14,6 +14,7 @@ from cost.pipeline_times import Simulation, StageTimes
 from diffshard.base import InfeasibleError
 from diffshard.pipelines.cutting import CutStep
 from diffshard.pipelines.decisions import ChosenPipeline, shared_layouts
+from diffshard.pipelines.delayed_gradients import DelayedStep
 from diffshard.pipelines.layer_graphs import LayerChain
 from diffshard.pipelines.options import PipelineOptions, memory_limit_of, mesh_shape
 from diffshard.pipelines.overlapped_steps import chosen_overlap, overlap_bytes
@@ -239,6 +240,7 @@ def predicted_plan(
         num_groups=search.num_groups,
         replicas=tuple(replicas),
         overlap=overlap,
+        predicted_steps=options.fn.predicted_steps if isinstance(options.fn, DelayedStep) else 0.0,
         stages_per_device=stages_per_device,
     )
     found = simulated(plan)

@@ -177,7 +177,10 @@ class StageCalls:
         sums = tuple(a for a in program.accumulations if a.state in ("sum", "max", "min"))
         leaves = self._leaves(program, {a.part for a in sums})
         forgotten = self._read_last(program)
-        arguments = self.staged.inputs if program.label.kind == "begin" else ()  # the step before may still return them
+        arguments = ()
+        if program.label.kind == "begin":  # the step before may still return them; donated ones are freed at the end
+            arguments = self.staged.inputs
+            forgotten = tuple(key for key in forgotten if key not in self.donated or self._is_random_key(key))
         given_up = self._given_up(stage, [key for key in forgotten if key not in arguments], leaves)
         reads = tuple(key for key in program.reads if key not in given_up)
         from_host = [key for key in reads if self.is_offloaded(stage, key)]
@@ -227,6 +230,10 @@ class StageCalls:
             return tuple(key for key in program.reads if key not in kept and self.is_local(key))
         return tuple(key for key in program.reads if key not in kept and not self.is_local(key))
 
+    def _is_random_key(self, key: Key) -> bool:
+        """Tells whether an array is made of random keys, which are never given up."""
+        return jnp.issubdtype(self.staged.avals[key].dtype, jax.dtypes.extended)
+
     def _read_until_finish(self, stage: int) -> tuple[Key, ...]:
         programs = [program for label, program in self.staged.programs.items() if label.stage == stage]
         finished = {key for p in programs if p.label.kind == "finish" for key in p.reads} | self._results
@@ -242,7 +249,7 @@ class StageCalls:
         free, found = [(self.staged.avals[leaving.key], leaving.sharding) for leaving in leaves], []
         for key in sorted(forgotten, key=lambda key: key not in self.staged.inputs):
             aval, sharding = self.staged.avals[key], self.read_sharding(stage, key)
-            if key not in self._own or key in self.staged.offloaded or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+            if key not in self._own or key in self.staged.offloaded or self._is_random_key(key):
                 continue
             for place, (other, kept) in enumerate(free):
                 if (aval.shape, aval.dtype) == (other.shape, other.dtype) and is_alike(sharding, kept, aval.ndim):

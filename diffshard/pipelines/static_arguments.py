@@ -73,7 +73,7 @@ def without_static(options: PipelineOptions, values: Mapping[int | str, Any]) ->
 
 
 def check_static(options: PipelineOptions) -> None:
-    """Checks that static arguments are not donated, and have no batch."""
+    """Checks that static arguments are not donated, have no batch, and are none where a loss is measured."""
     names, batch = positional_names(signature_of(options.fn)), options.pipeline.batch
     others = {
         "donate_argnums": (*options.donate_argnums, *options.donate_argnames),
@@ -83,6 +83,12 @@ def check_static(options: PipelineOptions) -> None:
     for option, places in others.items():
         for name in static & {_name(names, place) for place in places}:
             raise ValueError(f"`static_argnums` and `{option}` share the argument {name!r}.")
+    if static and options.pipeline.loss_limit is not None:
+        raise ValueError(
+            "`Pipeline.loss_limit` cannot be given together with static arguments, such as the graphs of nnx modules, "
+            f"which its runs do not have; got {sorted(map(str, static))}. Bind them by `functools.partial`, or split "
+            "modules into graph and state."
+        )
 
 
 def _name(names: Sequence[str], place: int | str) -> int | str:

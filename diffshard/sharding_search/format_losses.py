@@ -69,7 +69,8 @@ class MeasuredLosses:
         self.formats, self.graph = formats, space.graph
         self.groups = {group.name: group for group in all_groups(space, formats)}
         _check_trains(self.graph, options.function_name)
-        self._loss = loss_result(formats, self.graph, paths)
+        types_of_results = [getattr(output, "aval", output) for output in self.graph.outputs]
+        self._loss = loss_result("Formats.loss", formats.loss, types_of_results, self.graph.feedback, paths)
         self._calls = _flat_calls(options, types, "Formats.calls", formats.calls)
         self._runs = [
             _flat_calls(options, types, f"Formats.validation_runs[{i}]", run)
@@ -136,14 +137,14 @@ class MeasuredLosses:
         if self._runs:
             if not self._exact_losses:
                 self._exact_losses = [self._finite(run, frozenset()) for run in self._runs]
-            return _increase(self.late_losses(products), self._exact_losses, 1.0)
+            return increase_between(self.late_losses(products), self._exact_losses)
         pairs = []
         for state, window in self.points(products):
             own = _late(self.run(state, window, products)[1])
             if not np.isfinite(own):  # then the state of the next look may not be, and no exact loss follows from it
                 return Increase(np.inf, None)
             pairs.append((own, self._finite(window, frozenset(), state)))
-        return _increase(*zip(*pairs, strict=True), factor=self.formats.factor)
+        return increase_between(*zip(*pairs, strict=True), factor=self.formats.factor)
 
     def late_losses(self, products: Set[FormatKey]) -> list[float]:
         """Returns the mean late loss of each validation run with products in formats; equal products run once."""
@@ -262,7 +263,8 @@ def _late(losses: np.ndarray, share: float = LOOK_SHARE) -> float:
     return float(np.mean(losses[-math.ceil(share * len(losses)) :]))
 
 
-def _increase(losses: Sequence[float], others: Sequence[float], factor: float) -> Increase:
+def increase_between(losses: Sequence[float], others: Sequence[float], factor: float = 1.0) -> Increase:
+    """Returns the mean of the differences between pairs of losses, times a factor, and its standard error."""
     differences = factor * np.subtract(losses, others)
     mean = factor * _mean_or_inf(losses, others)
     if len(differences) < 2 or not np.isfinite(mean):
@@ -328,43 +330,50 @@ def _warn_of_equal_batches(graph: Graph, calls: Sequence[FlatCall], runs: Sequen
         )
 
 
-def loss_result(formats: Formats, graph: Graph, out_paths: Sequence[str]) -> int:
+def loss_result(
+    option: str, given: str | None, types: Sequence[Any], feedback: Sequence[int | None], out_paths: Sequence[str]
+) -> int:
     """Returns which flat result is the loss.
+
+    Args:
+      option: that names the loss, for errors.
+      given: the path of the loss among the results; None takes the only one that can be it.
+      types: of the flat results.
+      feedback: for each flat result the flat argument that it replaces, or None.
+      out_paths: of the flat results.
 
     Raises:
       ValueError: it is not among the results or no floating-point scalar, or several could be it.
     """
-    types: list[Any] = [getattr(output, "aval", output) for output in graph.outputs]
     could_be = [
         i
-        for i, (t, argument) in enumerate(zip(types, graph.feedback, strict=True))
+        for i, (t, argument) in enumerate(zip(types, feedback, strict=True))
         if t.shape == () and jnp.issubdtype(t.dtype, jnp.floating) and argument is None
     ]
     names = ", ".join(out_paths[i] for i in could_be) or "none of the results"
-    result = None if formats.loss is None or formats.loss not in out_paths else out_paths.index(formats.loss)
-    if formats.loss is None:
+    result = None if given is None or given not in out_paths else out_paths.index(given)
+    if given is None:
         others = [
             f"{path} is {t.dtype}{list(t.shape)}"
-            for path, t, argument in zip(out_paths, types, graph.feedback, strict=True)
+            for path, t, argument in zip(out_paths, types, feedback, strict=True)
             if argument is None and not could_be
         ]
         what = f" ({', '.join(others)})" if others else ""
         if len(could_be) != 1:
             raise ValueError(
-                f"`Formats.loss` must name the loss among the results, a floating-point scalar: {names} could be "
+                f"`{option}` must name the loss among the results, a floating-point scalar: {names} could be "
                 f"it{what}. Return the mean loss of the batch besides the new state."
             )
         result = could_be[0]
     elif result not in could_be:
         what = "" if result is None else f" but {types[result].dtype}{list(types[result].shape)}"
         raise ValueError(
-            f"`Formats.loss` is {formats.loss!r}, which is no floating-point scalar among the results{what}; "
-            f"{names} could be it."
+            f"`{option}` is {given!r}, which is no floating-point scalar among the results{what}; {names} could be it."
         )
     assert result is not None
     if types[result].dtype.itemsize < 4:
         raise ValueError(
-            f"The loss `{out_paths[result]}` is {types[result].dtype}, which is too coarse for what a format changes. "
+            f"The loss `{out_paths[result]}` is {types[result].dtype}, which is too coarse for small differences. "
             "Compute it in float32: `loss.astype(jnp.float32)` after the mean is too late."
         )
     return result

@@ -141,6 +141,8 @@ class PipelinePlanData(Certified):
         in each micro-batch.
       replicas: the other replicas.
       overlap: with the schedule "2bw" how a step overlaps with the next one (`cost.pipeline_steps.Overlap`).
+      predicted_steps: with the schedule "2bw" by how many steps weights are predicted; 0: gradients are of the weights
+        of one step ago.
       status: how the search ended, as `PlanData.status`.
       history: empty: each stage has searches of its own.
       roles: of the arguments of the step.
@@ -169,6 +171,7 @@ class PipelinePlanData(Certified):
     num_groups: Count = 1
     replicas: tuple[PlannedReplica, ...] = ()
     overlap: Overlap = "none"
+    predicted_steps: Amount = 0.0
     status: str = "finished"
     history: History = ()
     roles: ArgumentRoles = ArgumentRoles()

@@ -84,6 +84,8 @@ def check_pipeline_plan(plan: PipelinePlanData) -> None:
         raise ValueError(f"`num_microbatches` must be from 1 to {_MOST_MICROBATCHES}, not {plan.num_microbatches}")
     if not 1 <= len(plan.stages) <= _MOST_STAGES:
         raise ValueError(f"`stages` must be from 1 to {_MOST_STAGES}, not {len(plan.stages)}")
+    if plan.predicted_steps and plan.schedule != "2bw":
+        raise ValueError(f"`predicted_steps` must be 0 with {plan.schedule!r}, not {plan.predicted_steps}")
     for i, stage in enumerate(plan.stages):
         _check_stage(stage, f"stages[{i}]")
     _check_replicas(plan)

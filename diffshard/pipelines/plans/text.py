@@ -128,7 +128,9 @@ def overlap_words(plan: PipelinePlanData) -> str:
 def schedule_words(plan: PipelinePlanData) -> str:
     """Returns the micro-batches and the schedule: `8 micro-batches, gpipe: all forward operations first`."""
     main = f" ({plan.main_microbatches} of the main replica)" if plan.replicas else ""
-    return f"{micro_batches(plan.num_microbatches)}{main}, {plan.schedule}: {_SCHEDULES[plan.schedule]}"
+    steps = f"{plan.predicted_steps:g} step{'s' if plan.predicted_steps != 1 else ''}"
+    ahead = f", predicted {steps} ahead" if plan.predicted_steps else ""
+    return f"{micro_batches(plan.num_microbatches)}{main}, {plan.schedule}: {_SCHEDULES[plan.schedule]}{ahead}"
 
 
 def reduction_words(plan: PipelinePlanData) -> str:

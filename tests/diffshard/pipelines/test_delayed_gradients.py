@@ -47,39 +47,69 @@ def step_of(loss_fn, optimizer):
     return train_step
 
 
-def by_hand(loss_fn, optimizer, params, batches):
-    """Trains with gradients of the weights of one step ago, written down as the definition says."""
-    previous, opt_state, losses, norms = params, optimizer.init(params), [], []
+def by_hand(loss_fn, optimizer, params, batches, predicted_steps=0.0):
+    """Trains with gradients of the weights of one step ago, or predicted ones, as the definition says."""
+    older, previous, opt_state, losses, norms = params, params, optimizer.init(params), [], []
     for batch in batches:
-        loss, gradients = jax.value_and_grad(loss_fn)(previous, batch)
+        read = jax.tree.map(lambda p, o: p + predicted_steps * (p - o), previous, older)
+        loss, gradients = jax.value_and_grad(loss_fn)(read, batch)
         updates, opt_state = optimizer.update(gradients, opt_state, params)
         norms.append(optax.tree.norm(params))
-        previous, params = params, optax.apply_updates(params, updates)
+        older, previous, params = previous, params, optax.apply_updates(params, updates)
         losses.append(loss)
     return params, previous, opt_state, losses, norms
 
 
-@pytest.mark.parametrize(("optimizer", "num_microbatches"), [(optax.sgd(0.3), 1), (ADAMW, 4)], ids=["sgd", "adamw"])
-def test_gradients_and_the_loss_are_of_the_previous_weights_and_all_else_of_the_current_ones(
-    optimizer, num_microbatches
+@pytest.mark.parametrize(
+    ("optimizer", "num_microbatches", "predicted_steps"),
+    [(optax.sgd(0.3), 1, 0.0), (ADAMW, 4, 0.0), (optax.sgd(0.1, momentum=0.9), 1, 1.0), (ADAMW, 4, 0.5)],
+    ids=["sgd", "adamw", "momentum, predicted", "adamw, predicted by half a step"],
+)
+def test_gradients_and_the_loss_are_of_the_previous_or_predicted_weights_and_all_else_of_the_current_ones(
+    optimizer, num_microbatches, predicted_steps
 ):
     params = mlp()
-    step = jax.jit(
-        diffshard.pipelines.in_microbatches(
-            diffshard.pipelines.delayed(jax.jit(step_of(mlp_loss, optimizer))), num_microbatches
-        )
-    )
+    late = diffshard.pipelines.delayed(jax.jit(step_of(mlp_loss, optimizer)), predicted_steps=predicted_steps)
+    step = jax.jit(diffshard.pipelines.in_microbatches(late, num_microbatches))
     state, losses, norms = (params, optimizer.init(params)), [], []
     for batch in batches():
         state, (loss, norm) = step(state, batch)
         losses.append(loss)
         norms.append(norm)
-    expected = by_hand(mlp_loss, optimizer, params, batches())
+    expected = by_hand(mlp_loss, optimizer, params, batches(), predicted_steps)
     found, opt_state = diffshard.pipelines.current_version(state)
     previous = {name: array.previous for name, array in state[0].items()}  # type: ignore[attr-defined]
     check_close((found, previous, opt_state, losses, norms), expected)
     exact = by_hand(mlp_loss, optimizer, params, batches()[:1])[0]
     check_close(diffshard.pipelines.current_version(step((params, optimizer.init(params)), batches()[0])[0])[0], exact)
+
+
+def test_a_prediction_by_one_step_is_that_of_the_velocity_with_momentum():
+    rate, momentum = 0.1, 0.9
+    optimizer = optax.sgd(rate, momentum)
+    step = diffshard.pipelines.delayed(step_of(mlp_loss, optimizer), predicted_steps=1)
+    state = mlp(), optimizer.init(mlp())
+    params, previous = mlp(), mlp()
+    velocity = last_velocity = jax.tree.map(jnp.zeros_like, mlp())
+    for batch in batches():
+        # SpecTrain: w - rate * velocity, with the velocity that made w
+        read = jax.tree.map(lambda w, v: w - rate * v, previous, last_velocity)
+        gradients, last_velocity = jax.grad(mlp_loss)(read, batch), velocity
+        velocity = jax.tree.map(lambda v, g: momentum * v + g, velocity, gradients)
+        previous, params = params, jax.tree.map(lambda w, v: w - rate * v, params, velocity)
+        state, _ = step(state, batch)
+    check_close(diffshard.pipelines.current_version(state)[0], params)
+
+
+def test_a_training_goes_on_with_and_without_prediction_from_the_state_of_the_other():
+    plain, predicting = (
+        diffshard.pipelines.delayed(step_of(mlp_loss, ADAMW), predicted_steps=steps) for steps in (0, 1)
+    )
+    state, _ = plain((mlp(), ADAMW.init(mlp())), batches()[0])
+    state, _ = predicting(state, batches()[1])
+    check_close([x.older for x in versions_of(state)], jax.tree.leaves(mlp()))
+    state, _ = plain(state, batches()[2])
+    assert all(x.older is None for x in versions_of(state))
 
 
 def test_one_compilation_serves_all_steps_after_the_first_and_both_versions_can_be_donated():
@@ -128,27 +158,41 @@ def test_steps_that_cannot_be_delayed_are_refused():
         )
     with pytest.raises(TypeError, match="`fn` must be a function, not int"):
         diffshard.pipelines.delayed(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`predicted_steps` must be a finite number, 0 or more, not -1"):
+        diffshard.pipelines.delayed(train_step, predicted_steps=-1)
+    with pytest.raises(ValueError, match="`predicted_steps` is 1, but train_step is delayed with 0 already"):
+        diffshard.pipelines.delayed(diffshard.pipelines.delayed(train_step), predicted_steps=1)
 
 
 @pytest.mark.parametrize(
-    ("name", "args"),
-    [("mlp", lambda: ((mlp(), ADAMW.init(mlp())), batches()[0])), ("scanned", scanned_models.arguments)],
+    ("name", "args", "predicted_steps"),
+    [
+        ("mlp", lambda: ((mlp(), ADAMW.init(mlp())), batches()[0]), 0.0),
+        ("scanned", scanned_models.arguments, 0.0),
+        ("scanned", scanned_models.arguments, 1.0),
+    ],
 )
-def test_a_pipeline_of_two_stages_runs_with_the_results_of_one_device(name, args, monkeypatch):
+def test_a_pipeline_of_two_stages_runs_with_the_results_of_one_device(name, args, predicted_steps, monkeypatch):
     train_step = step_of(mlp_loss, ADAMW) if name == "mlp" else scanned_models.train_step
     state, batch = args()
     leave(monkeypatch, 1, 2)
-    pipeline = diffshard.Pipeline(microbatches=4, schedules=("2bw",), max_stages=2, residuals=("keep",))
+    pipeline = diffshard.Pipeline(
+        microbatches=4, schedules=("2bw",), max_stages=2, residuals=("keep",), predicted_steps=predicted_steps
+    )
     cluster = diffshard.Cluster.from_devices(jax.devices()[:2], hardware="h100")
     pipelined = diffshard.search(train_step, cluster, pipeline=pipeline, donate_argnums=0)
     plan = pipelined.plan(state, batch)
     assert len(plan.stages) == 2
-    assert "gradients are of the weights of one step ago" in " ".join(str(plan).split())
+    words = " ".join(str(plan).split())
+    assert "gradients are of the weights of one step ago" in words
+    assert ("predicted 1 step ahead" in words) == (predicted_steps == 1)
+    assert plan.predicted_steps == predicted_steps
     assert from_json(to_json(plan), "plan.json", diffshard.PipelinePlan) == plan
     slowest_s = max(4 * (stage.forward_s + stage.backward_s) + stage.end_s for stage in plan.stages)
     assert slowest_s <= plan.step_s * (1 + 1e-9)
     check_previous_versions_are_state(next(iter(pipelined._prepared.values())).found)
-    one_device, expected = jax.jit(diffshard.pipelines.delayed(train_step)), state
+    one_device = jax.jit(diffshard.pipelines.delayed(train_step, predicted_steps=predicted_steps))
+    expected = state
     applied = plan.apply(train_step, cluster)(jax.tree.map(jnp.copy, state), batch)
     check_close(jax.tree.map(jnp.asarray, applied[1]), one_device(state, batch)[1])
     found = jax.tree.map(jnp.copy, state)  # the memory of the first state is given up
@@ -162,16 +206,16 @@ def test_a_pipeline_of_two_stages_runs_with_the_results_of_one_device(name, args
 
     monkeypatch.setattr(_Dispatch, "run", look_before_the_end)  # the penalty of the MLP needs the oldest version there
     for _ in range(NUM_STEPS):
-        given[:] = jax.tree.leaves([x.previous for x in jax.tree.leaves(found, is_leaf=is_delayed) if is_delayed(x)])
+        oldest = [x.older if predicted_steps else x.previous for x in versions_of(found)]
+        given[:] = jax.tree.leaves(oldest)
         found, result = pipelined(found, batch)
         expected, expected_result = one_device(expected, batch)
         check_close(*(jax.tree.map(jnp.asarray, tree) for tree in (result, expected_result)))
     at_ends = [is_free for is_free in freed if is_free]  # the first call gets one version
     assert at_ends
-    assert name == "mlp" or all(map(all, at_ends)), "a third version is made while the oldest one is there"
+    assert name == "mlp" or all(map(all, at_ends)), "a version more is made while the oldest one is there"
     assert "1 plan>" in repr(pipelined)
-    delayed_leaves = [x for x in jax.tree.leaves(found, is_leaf=is_delayed) if is_delayed(x)]
-    assert delayed_leaves
+    assert versions_of(found)
     check_close(jax.tree.map(jnp.asarray, found), expected)
     current = diffshard.pipelines.current_version(found)
     assert jax.tree.structure(current) == jax.tree.structure(state)
@@ -191,8 +235,9 @@ def check_previous_versions_are_state(found):
         assert {function.result_of[key] for key in previous} <= set(staged.inputs)
 
 
-def is_delayed(leaf):
-    return isinstance(leaf, diffshard.pipelines.DelayedArray)
+def versions_of(tree):
+    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, diffshard.pipelines.DelayedArray))
+    return [leaf for leaf in leaves if isinstance(leaf, diffshard.pipelines.DelayedArray)]
 
 
 def test_a_search_does_not_choose_between_schedules_with_different_results():
