@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from diffshard.budgets.budget import budget as budget
     from diffshard.budgets.logs import phases_of_log as phases_of_log
     from diffshard.elastic.checkpoint_files import CheckpointError as CheckpointError
+    from diffshard.elastic.searching_step import SearchingStep as SearchingStep
+    from diffshard.elastic.searching_step import search_while_training as search_while_training
     from diffshard.elastic.training import Training as Training
     from diffshard.resharding import Move as Move
     from diffshard.resharding import reshard as reshard

@@ -121,6 +121,10 @@ class PlannedFunction(Generic[PlanT]):
 
         return PlannedFunction(self.options, make_plan, is_searched=self._is_searched)
 
+    def with_options(self, options: Options) -> "PlannedFunction[PlanT]":
+        """Returns the same function with other options, planned in the same way; it does not warn of its plan."""
+        return PlannedFunction(options, self._make_plan, is_searched=False)
+
     def plan(self, *args: Any, progress: Progress | None = None, **kwargs: Any) -> PlanT:
         """Returns the plan for arguments (arrays or `jax.ShapeDtypeStruct`), searched once for each set of shapes.
 
@@ -182,6 +186,16 @@ class PlannedFunction(Generic[PlanT]):
         if isinstance(self.options.mesh, Mesh):
             return traced.lower()
         return traced.lower(lowering_platforms=(jax.default_backend(),))
+
+    def compile(self, *args: Any, **kwargs: Any) -> Any:
+        """Compiles the planned function for arguments of these shapes now, which its first call would do otherwise.
+
+        Returns:
+          What `lower(...).compile()` does; calls use it.
+        """
+        compiled = self.lower(*args, **kwargs).compile()
+        self._prepare(args, kwargs, None)[0].jitted = compiled
+        return compiled
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._headline()}, {format_count(len(self._prepared), 'plan')}>"
