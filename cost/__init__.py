@@ -6,7 +6,7 @@
   over time, `edges.py` merges the matrices of edges, `validation.py` holds a problem from outside against the rules.
 - Cost models, from sizes and hardware to seconds: `collectives.py` by such lines, `compute.py` by roofline. A new
   one is a file with an `EXAMPLE`; `tests/conformance/test_cost_models.py` finds it.
-- What was measured of GPUs: `measured_rates.py` has laws of products and attention, `measured_presets.py` hardware with
+- What was measured of GPUs: `measured_rates.py` has laws of products and attention, `calibration.py` hardware with
   them.
 - Hardware: `presets.py` has the common kinds, `networks.py` says which link a
   mesh axis gets, `clusters.py` joins hosts of several kinds (`host_groups.py`), `calibration.py` measures it, and

@@ -1,9 +1,16 @@
-"""Measures the hardware of a mesh: arithmetic by dtype, memory bandwidth, and the link of each axis."""
+"""Hardware as it was measured: on the devices of a mesh that is here, or in published measurements of kernels.
 
+`calibrate` measures arithmetic by dtype, memory bandwidth, and the link of each axis. In measured presets products
+follow a law of their shapes and collectives inside a host lines, all fitted to measured kernels; the presets of
+`cost.presets` price products at one share of the datasheet's rate, and NVLink by a rule.
+"""
+
+import dataclasses
+import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,9 +21,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cost.base import COLLECTIVE_KINDS, CollectiveKind, Hardware, Link
 from cost.collectives import collective_sent_bytes
-from cost.hosts import hosts_along
 from cost.lines import fit_latency_and_slope, fit_lines
-from cost.presets import EXPOSED_ON_GPU
+from cost.measured_rates import measured_lines, measured_rates
+from cost.networks import SwitchedHost, hosts_along, links_of
+from cost.presets import EXPOSED_ON_GPU, device_and_network
 
 
 def calibrate(
@@ -146,3 +154,42 @@ def median_s(call: Callable[[], object], repeats: int) -> float:
         jax.block_until_ready(call())
         times.append(time.perf_counter() - start)
     return statistics.median(times)
+
+
+MEASURED: tuple[str, ...] = ("a100", "h100", "h200", "b200")
+"""Presets of which kernels were measured."""
+
+
+def measured_preset(name: str, mesh_axes: Mapping[str, int]) -> Hardware:
+    """Returns the preset of a GPU with products, attention and collectives inside a host as they were measured.
+
+    Args:
+      name: one of `MEASURED`.
+      mesh_axes: sizes of the mesh's axes, slowest first, as for `cost.presets.preset`.
+
+    Raises:
+      ValueError: nothing was measured of this hardware.
+    """
+    device, network = measured_device_and_network(name)
+    return dataclasses.replace(device, links=links_of(network, mesh_axes))
+
+
+def measured_device_and_network(name: str) -> tuple[Hardware, SwitchedHost]:
+    """Returns the device without links, and how such devices are connected; raises as `measured_preset`."""
+    if name not in MEASURED:
+        raise ValueError(f"`name` {name!r} was not measured; there are {', '.join(MEASURED)}.")
+    device, network = device_and_network(name)
+    assert isinstance(network, SwitchedHost)
+    rates = measured_rates(name)
+    rates = dataclasses.replace(rates, attention=rates.attention or device.measured.attention)
+    return dataclasses.replace(device, measured=rates), with_measured_lines(network, name)
+
+
+def with_measured_lines(network: SwitchedHost, name: str) -> SwitchedHost:
+    """Returns a network whose collectives inside a host take the measured lines, whatever devices of it they join."""
+    lines = {
+        (network.num_devices, size, stride): by_kind
+        for size, by_kind in measured_lines(name).items()
+        for stride in (2**power for power in range(int(math.log2(network.num_devices // size)) + 1))
+    }
+    return dataclasses.replace(network, measured_lines=lines)

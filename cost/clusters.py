@@ -18,8 +18,7 @@ import numpy as np
 
 from cost.base import Hardware, Link
 from cost.host_groups import Hosts, Submesh, check_link, known_network
-from cost.hosts import host_of
-from cost.networks import Network, SwitchedHost, links_of
+from cost.networks import Network, SwitchedHost, host_of, links_of
 from cost.presets import preset_name_of
 from cost.real_numbers import AmountOrInf, checked_number, whole_number
 

@@ -6,12 +6,16 @@ that crosses hosts shares the host's network with the other groups: a ring with 
 host's bandwidth. An all-to-all crosses once for each pair of devices, so it gets one device's share only. Where links
 were measured they come before such rules: on hosts of 8 V100s a rule that was fitted to other rings is off by 12% in
 the median, and by far more in all-reduces between hosts (python -m experiments.collectives).
+
+Which hosts the devices of a mesh are in follows from what JAX knows of each device.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
+
+import numpy as np
 
 from cost.base import CollectiveKind, Hardware, Link
 from cost.lines import Line
@@ -229,3 +233,34 @@ class SharedProcessor:
 def _inverse(rate: float) -> float:
     """Returns bytes/s for seconds per byte, and the other way round; what costs nothing is infinitely fast."""
     return math.inf if rate == 0 else 1 / rate
+
+
+def host_of(device: Any) -> int:
+    """Returns a number for the host of a device, or what takes its place in the network.
+
+    It is the number of its process. Accelerators that know their slice have its number: a slice is a pod of TPUs, or
+    the GPUs of one host or NVLink domain, which may belong to several processes.
+    """
+    slice_index = getattr(device, "slice_index", None)
+    is_accelerator = getattr(device, "platform", "gpu") != "cpu"
+    return device.process_index if slice_index is None or not is_accelerator else slice_index
+
+
+def hosts_along(mesh: Any) -> dict[str, int]:
+    """Returns for each axis of a mesh of devices the hosts that a group along the axis is in, the most of any group."""
+    hosts = np.array([host_of(device) for device in mesh.devices.flat]).reshape(mesh.devices.shape)
+    return {
+        str(name): max(len(set(group)) for group in np.moveaxis(hosts, i, -1).reshape(-1, hosts.shape[i]).tolist())
+        for i, name in enumerate(mesh.shape)
+    }
+
+
+def devices_in_host(mesh: Any) -> int:
+    """Returns how many devices of a mesh are in the host of its first one."""
+    hosts = [host_of(device) for device in mesh.devices.flat]
+    return hosts.count(hosts[0])
+
+
+def has_many_hosts(hosts: Mapping[str, int]) -> bool:
+    """Returns whether some axis leads from host to host."""
+    return any(count > 1 for count in hosts.values())

@@ -14,10 +14,18 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from cost.base import CollectiveKind, Hardware, Link
-from cost.hosts import devices_in_host, has_many_hosts, hosts_along
 from cost.lines import Line
 from cost.measured_rates import NOT_MEASURED, MeasuredRates, measured_rates
-from cost.networks import Network, SharedProcessor, SwitchedHost, TorusPod, links_of
+from cost.networks import (
+    Network,
+    SharedProcessor,
+    SwitchedHost,
+    TorusPod,
+    devices_in_host,
+    has_many_hosts,
+    hosts_along,
+    links_of,
+)
 
 _TB = 1e12
 _GB = 1e9

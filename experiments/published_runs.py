@@ -5,7 +5,7 @@
     python -m experiments.published_runs --search [--rows 0 5 57]
 
 Each run is rebuilt as a JAX training step (`experiments/published/`) in its published layout, and priced with kernels
-as they were measured (`cost.measured_presets`), the same with waits for the slowest device and by the program that XLA
+as they were measured (`cost.calibration`), the same with waits for the slowest device and by the program that XLA
 makes of a run of JAX, with the presets as they are, or with attention priced as any other product, as it was before it
 was measured. A third of each family of runs is held
 out by a fixed seed; nothing was chosen by these. `--search` looks for a faster plan under the same prices, remat and

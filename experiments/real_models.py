@@ -23,7 +23,7 @@ import optax
 
 import diffshard
 from cost.base import Hardware
-from cost.measured_presets import measured_preset
+from cost.calibration import measured_preset
 from experiments.long_context import attention_split_by
 from experiments.models import expert_decoder
 from experiments.models.expert_decoder import ExpertSizes, LatentAttention

@@ -6,9 +6,9 @@ from typing import Any, get_args
 
 from cost.pipeline_schedules import BY_STAGES_LEFT, Schedule, checked_stages_per_device, goes_round, splits_backward
 from cost.real_numbers import whole_number
-from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.delayed_gradients import checked_predicted_steps
 from diffshard.pipelines.loss_limits import LossLimit, MeasuredDelay
+from diffshard.pipelines.microbatches import BatchArguments
 from diffshard.pipelines.plans.base import BatchMeans, GradientReduction, ResidualUse
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 
 from diffshard.base import PlanError
-from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.cutting import CutStep
 from diffshard.pipelines.execution import StagedExecution
+from diffshard.pipelines.microbatches import BatchArguments
 from diffshard.pipelines.options import PipelineOptions, donated_arrays
 from diffshard.pipelines.planned_pipeline import FoundPipeline
 from diffshard.processes import Processes

@@ -13,8 +13,8 @@ import jax
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.microbatches import (
+    BatchArguments,
     TracedCall,
     TracedMicrobatches,
     divided_call,

@@ -11,10 +11,9 @@ from cost.base import Hardware
 from diffshard.base import PlanError
 from diffshard.live_progress import LiveLine
 from diffshard.pipelines.base import Pipeline
-from diffshard.pipelines.course import Course
 from diffshard.pipelines.cutting import UncutStep, uncut_step
 from diffshard.pipelines.decisions import trace_facts
-from diffshard.pipelines.options import PipelineOptions, donated_arrays, pipeline_options
+from diffshard.pipelines.options import Course, PipelineOptions, donated_arrays, pipeline_options
 from diffshard.pipelines.pipelined_function import PipelinedFunction
 from diffshard.pipelines.planned_pipeline import FoundPipeline
 from diffshard.pipelines.plans.base import PipelinePlanData

@@ -12,7 +12,6 @@ from cost.host_groups import Submesh
 from cost.pipeline_schedules import graph_of
 from cost.pipeline_times import StageTimes, balanced_microbatches, joined_graph, simulate
 from diffshard.base import PlanError
-from diffshard.pipelines.course import Course
 from diffshard.pipelines.cutting import CutStep, UncutStep
 from diffshard.pipelines.decisions import (
     DAMAGED_DECISIONS,
@@ -22,7 +21,7 @@ from diffshard.pipelines.decisions import (
     planned_facts,
     shared_layouts,
 )
-from diffshard.pipelines.options import PipelineOptions, mesh_shape
+from diffshard.pipelines.options import Course, PipelineOptions, mesh_shape
 from diffshard.pipelines.planned_pipeline import (
     FoundPipeline,
     cluster_words,

@@ -12,7 +12,6 @@ from cost.pipeline_schedules import Schedule
 from diffshard.base import Deadline, InfeasibleError, PlanError
 from diffshard.live_progress import LiveLine
 from diffshard.outer_search import Candidate, CutOffError, Outcome, OuterSearch
-from diffshard.pipelines.course import SEARCH_SHARE, Course
 from diffshard.pipelines.cutting import UncutStep, uncut_step
 from diffshard.pipelines.decisions import (
     ChosenPipeline,
@@ -23,7 +22,7 @@ from diffshard.pipelines.decisions import (
     trace_facts,
 )
 from diffshard.pipelines.least_memory import nothing_found
-from diffshard.pipelines.options import PipelineOptions, donated_arrays, given_arrays, mesh_shape
+from diffshard.pipelines.options import SEARCH_SHARE, Course, PipelineOptions, donated_arrays, given_arrays, mesh_shape
 from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_pipeline, with_bound
 from diffshard.pipelines.plans.base import PipelinePlanData
 from diffshard.pipelines.replica_search import ChosenReplicas, choose_replicas, replicas_bound_s

@@ -5,14 +5,18 @@ another is in memory whoever reads it: residuals until the backward program ends
 the program that reads them ends, and the next micro-batch's beside them, which may have arrived from both sides.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from math import prod
 from typing import Any
 
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding
 
+from cost.pipeline_schedules import BACKWARD, FORWARD, WEIGHTS, ScheduleGraph, in_flight
+from diffshard.pipelines.copies import bytes_each
 from diffshard.pipelines.stage_function import StageFunction
 from search_spaces.pipelines.stage_labels import Key, Label
+from search_spaces.pipelines.stage_programs import StagedStep
 from search_spaces.sharding.graph import Graph, Value, Vertex, is_contraction
 from search_spaces.sharding.memory import has_one_trip
 
@@ -198,3 +202,29 @@ def shared_parts(shape: Sequence[int], one: Sequence[int], other: Sequence[int])
 
 def _first_products(sizes: Sequence[int]) -> set[int]:
     return {prod(sizes[:count]) for count in range(len(sizes) + 1)}
+
+
+def split_bytes(
+    staged: StagedStep, stage: int, graph: ScheduleGraph, sharding: Callable[[int, Key], NamedSharding]
+) -> int:
+    """Returns the bytes that a stage keeps more on each device than its residuals times the micro-batches in flight.
+
+    Args:
+      staged: a step with split backward programs.
+      stage: which one.
+      graph: the schedule.
+      sharding: how a stage stores an array.
+    """
+    programs = [staged.programs.get(Label(kind, stage)) for kind in ("backward", "weights")]
+    backward, weights = (set() if program is None else set(program.reads) for program in programs)
+
+    def total(keys: set[Key], *kinds: str) -> int:
+        of_kinds = (key for key in keys if key in staged.makers and staged.makers[key].kind in kinds)
+        avals = ((key, staged.avals[key]) for key in of_kinds)
+        return sum(bytes_each(aval.shape, aval.dtype, sharding(stage, key)) for key, aval in avals)
+
+    before, after = total(backward | weights, "forward"), total(weights, "forward", "backward")
+    change = {FORWARD: before, BACKWARD: after - before, WEIGHTS: -after}
+    kinds = graph.kind[(graph.stage == stage)].tolist()
+    most = max(accumulate(change.get(kind, 0) for kind in kinds))
+    return most - int(in_flight(graph)[stage]) * before

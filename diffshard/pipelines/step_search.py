@@ -12,12 +12,11 @@ from jax.sharding import AbstractMesh, AxisType
 from cost.base import Hardware, Problem
 from cost.pipeline_schedules import BY_STAGES_LEFT, Schedule
 from diffshard.live_progress import LiveLine
-from diffshard.pipelines.course import Course
 from diffshard.pipelines.cutting import CutStep, UncutStep, cut_step
 from diffshard.pipelines.division_search import DivisionSearch
 from diffshard.pipelines.even_division import EvenDivisionSearch
 from diffshard.pipelines.layer_graphs import LayerChain, layer_chain
-from diffshard.pipelines.options import PipelineOptions, memory_limit_of, mesh_shape
+from diffshard.pipelines.options import Course, PipelineOptions, memory_limit_of, mesh_shape
 from diffshard.pipelines.stage_function import StageFunction
 from diffshard.pipelines.stage_lifetimes import weigh
 from diffshard.pipelines.stage_search import Entry, FoundDivision, StageLayout, stage_request

@@ -11,7 +11,7 @@ JSON. `comparison.py` has plans beside the programs that XLA makes of them, and 
 
 All kinds of plans share `plan_record.py`, which says how good a plan is known to be, and has the protocol of those that
 are one record, `documents.py` for their files, `formats.py` for quantities, tables and names, `page_elements.py` for
-the parts and the style of a page, and `drawings.py` for curves and dots.
+the parts, drawings and style of a page.
 """
 
 from typing import TYPE_CHECKING

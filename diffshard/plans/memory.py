@@ -4,10 +4,20 @@ import math
 from typing import NamedTuple
 
 from diffshard.plans.base import PlanData
-from diffshard.plans.drawings import Curve, Mark, largest_in_columns, plot, strip
 from diffshard.plans.formats import format_bytes, format_count, group_names, is_shown
 from diffshard.plans.layer_flows import LayerPass, direction_of, layer_passes, operations_before
-from diffshard.plans.page_elements import COLOURS, COMPUTE, bar, escape, table
+from diffshard.plans.page_elements import (
+    COLOURS,
+    COMPUTE,
+    Curve,
+    Mark,
+    bar,
+    escape,
+    largest_in_columns,
+    plot,
+    strip,
+    table,
+)
 from diffshard.plans.sections import HeldTensor
 from diffshard.plans.summary import device_bytes, operation_name, result_type, type_bytes
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from diffshard.plans.base import PlanData
 from diffshard.plans.comparison import page_elements
-from diffshard.plans.drawings import Curve, Mark, plot
 from diffshard.plans.formats import (
     format_array,
     format_bytes,
@@ -22,13 +21,16 @@ from diffshard.plans.page_elements import (
     COLOURS,
     COMPUTE,
     TRAFFIC,
+    Curve,
     Html,
+    Mark,
     axis_fills,
     bar,
     breakable,
     cards,
     document,
     escape,
+    plot,
     table,
     with_code,
 )

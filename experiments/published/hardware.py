@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from cost.base import Hardware
-from cost.measured_presets import MEASURED, measured_device_and_network
+from cost.calibration import MEASURED, measured_device_and_network
 from cost.measured_rates import NOT_MEASURED, MeasuredRates
 from cost.networks import Network, SwitchedHost, links_of
 from cost.presets import EXPOSED_ON_GPU, device_and_network

@@ -17,8 +17,16 @@ from jax import lax
 from jax.extend import core
 
 from search_spaces.partition_specs import IndexedSpec
-from search_spaces.pipelines.batch_states import BatchFlow, Split, State, spec_of
-from search_spaces.pipelines.step_order import Step, operands_of, step_order, values_of
+from search_spaces.pipelines.batch_states import (
+    BatchFlow,
+    Split,
+    State,
+    Step,
+    operands_of,
+    spec_of,
+    step_order,
+    values_of,
+)
 from search_spaces.replay import bind
 from search_spaces.sharding.base import Layout, ReshardStep
 from search_spaces.sharding.executor import ReadOperand

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from search_spaces.pipelines.batch_states import Split, State
+from search_spaces.pipelines.batch_states import Split, State, Step, operands_of, values_of
 from search_spaces.pipelines.microbatches import MicrobatchedFunction
-from search_spaces.pipelines.step_order import Step, operands_of, values_of
 from search_spaces.sharding.graph import Value
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from cost.base import AttentionWork, Work
+from cost.calibration import MEASURED, measured_preset
 from cost.compute import product_s, work_s
-from cost.measured_presets import MEASURED, measured_preset
 from cost.measured_rates import AttentionRate, ProductRate, measured_rates
 from cost.presets import preset
 

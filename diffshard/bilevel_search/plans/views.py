@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 
 from diffshard.bilevel_search.plans.base import BilevelPlanData, NodePlan, Proof, TrainedCandidate
-from diffshard.plans.drawings import Dot, scatter
 from diffshard.plans.formats import (
     format_bytes,
     format_count,
@@ -14,7 +13,7 @@ from diffshard.plans.formats import (
     is_shown,
     wrapped,
 )
-from diffshard.plans.page_elements import COLOURS, cards, document, escape, plain_bar, table
+from diffshard.plans.page_elements import COLOURS, Dot, cards, document, escape, plain_bar, scatter, table
 
 _MAX_CANDIDATES = 12
 """Lines of the table of candidates; the page shows all of them."""

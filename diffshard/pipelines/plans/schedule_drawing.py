@@ -12,9 +12,8 @@ from cost.pipeline_schedules import BACKWARD, FORWARD, SEND_BACKWARD, SEND_FORWA
 from diffshard.pipelines.plans.base import PipelinePlanData
 from diffshard.pipelines.plans.consistency import simulated, simulated_steps
 from diffshard.pipelines.plans.text import layer_range
-from diffshard.plans.drawings import text_in
 from diffshard.plans.formats import format_percent, format_s
-from diffshard.plans.page_elements import escape
+from diffshard.plans.page_elements import escape, text_in
 
 KINDS: dict[int | None, str] = {
     FORWARD: "forward",

@@ -5,7 +5,7 @@ The objective F of a mixture of choices is a function of the mixture's amounts, 
 1. finds the best mixture of the choices that are known, and the mean tangent there (`mixtures.py`);
 2. solves the tangent as a `Problem`. Its lower bound and the tangent's constant bound F over all choices, its solution
    is a choice that may be cheaper than the mixture's and is priced exactly by F;
-3. descends from the best choice by changes of one or two nodes, whose exact prices count (`descent.py`).
+3. descends from the best choice by changes of one or two nodes, whose exact prices count (`single_nodes.py`).
 
 The tangent of a few known choices can be far off: where links bound the best step it counts links alone, and the
 cheapest step by links alone is a hard problem with a useless answer. So the one that is solved is the mean of it and of

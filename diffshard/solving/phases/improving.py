@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from diffshard.solving.dual.ascent import Branching
-from diffshard.solving.moves.balance import Balance
-from diffshard.solving.moves.chains import Chains
-from diffshard.solving.moves.neighbourhoods import perturb, split
 from diffshard.solving.moves.polish import rounded_choice
+from diffshard.solving.moves.single_nodes import Balance
+from diffshard.solving.moves.walks import Chains, perturb, split
 from diffshard.solving.phases.starts import NO_BOUND, Phase, Search
 
 

@@ -23,9 +23,9 @@ from cost.base import Problem, is_forbidden
 from diffshard.base import Solver
 from diffshard.solving.dual.ascent import Ascent, PriceStep, step_along_excess
 from diffshard.solving.flat import Flat
+from diffshard.solving.form import quotient_by_equality
 from diffshard.solving.loop import run_solver
 from diffshard.solving.moves.polish import Polish, rounded_choice
-from diffshard.solving.quotient import quotient_by_equality
 
 NO_BOUND = -math.inf
 """What a phase yields after a move that gives no lower bound."""

@@ -32,7 +32,7 @@ from diffshard.solving.flat import (
     numpy_generator,
     with_ceiling,
 )
-from diffshard.solving.moves.descent import Descent, varying_usages
+from diffshard.solving.moves.single_nodes import Descent, varying_usages
 from diffshard.solving.solvers.greedy import least_entries
 
 _FIRST_WIDTH = 4  # partial choices; chosen by hand on generated layers, as all numbers here

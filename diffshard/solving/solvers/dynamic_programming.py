@@ -24,7 +24,7 @@ from cost.evaluation import chosen_costs
 from diffshard.base import Proposal
 from diffshard.solving.examples import chain
 from diffshard.solving.flat import flatten, with_ceiling
-from diffshard.solving.moves.descent import Descent
+from diffshard.solving.moves.single_nodes import Descent
 
 MOST_TABLE_ENTRIES = 1 << 24
 """Entries of a table at most: 128 MiB."""

@@ -16,7 +16,7 @@ from cost.base import Problem
 from diffshard.base import Proposal
 from diffshard.solving.examples import chain
 from diffshard.solving.flat import Flat, flatten, largest_loads, numpy_generator, ragged_positions, with_ceiling
-from diffshard.solving.moves.descent import Descent, spans
+from diffshard.solving.moves.single_nodes import Descent, spans
 
 _NUM_ORDERS = 8  # without a time limit; chosen by hand
 _ORDER_SPREAD = 1.0  # standard deviation of the logarithm of the factors on what is at stake; chosen by hand

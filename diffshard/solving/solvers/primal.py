@@ -36,7 +36,7 @@ from diffshard.solving.flat import (
     ragged_positions,
     with_ceiling,
 )
-from diffshard.solving.moves.descent import Descent
+from diffshard.solving.moves.single_nodes import Descent
 
 # All numbers were chosen by hand on generated layers.
 _NUM_STARTS = 8  # random logits, side by side

@@ -15,7 +15,7 @@ from cost.base import Problem
 from diffshard.base import Proposal
 from diffshard.solving.examples import chain
 from diffshard.solving.flat import flatten, numpy_generator, with_ceiling
-from diffshard.solving.moves.descent import Descent
+from diffshard.solving.moves.single_nodes import Descent
 
 _STARTS_PER_ROUND = 16  # side by side; chosen by hand
 _NUM_ROUNDS = 8  # without a time limit; chosen by hand

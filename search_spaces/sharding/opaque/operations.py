@@ -1,4 +1,7 @@
-"""What a plan must know of each kind of opaque operation: its rule, its price, and how it runs on one device's part."""
+"""What a plan must know of each kind of opaque operation: its rule, its price, and how it runs on one device's part.
+
+JAX's `custom_partitioning` is split by the sharding rule that it was given, and run by its own `partition`.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -6,26 +9,121 @@ from weakref import WeakKeyDictionary
 
 import jax
 from jax.extend import core
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from cost.base import AttentionWork, Work
+from cost.compute import jaxpr_flops
+from search_spaces.partition_specs import IndexedSpec, named_spec, partition_spec
 from search_spaces.replay import bind
 from search_spaces.sharding.base import Rule, ShardingStrategy
 from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.opaque.attention_parts import ring_collectives, run_attention, sequence_rules, work_of_parts
 from search_spaces.sharding.opaque.cudnn import BACKWARD, FORWARD, rule_of_attention
 from search_spaces.sharding.opaque.kernel import Kernel
+from search_spaces.sharding.opaque.notation import NamedDimensions, NamedRule, Shape, parse_rule
 from search_spaces.sharding.opaque.pallas import name_of_call, rule_of_call, run_call, work_of_call
-from search_spaces.sharding.opaque.partitioning import (
-    name_of_partitioning,
-    rule_of_partitioning,
-    run_partitioning,
-    work_of_partitioning,
-)
-from search_spaces.sharding.opaque.work import Parts
+from search_spaces.sharding.opaque.work import Parts, arrays_bytes, dtype_of_work
 from search_spaces.sharding.own_collectives import OwnCollective
 from search_spaces.sharding.right_sides import RIGHT_SIDES
 from search_spaces.sharding.spec import parts_of
+
+_BATCHING = "…"  # how JAX writes `...` in a rule, with the number of its group
+
+
+class _Type(NamedTuple):
+    """What a function that makes a rule may ask of an operand or result."""
+
+    shape: Shape
+    element_type: Any
+
+    @property
+    def rank(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+
+def name_of_partitioning(equation: core.JaxprEqn) -> str:
+    """Returns the name of the function that has its own partitioning."""
+    body = equation.params["call"].jaxpr
+    info = str(getattr(getattr(body, "debug_info", None), "func_src_info", ""))
+    return f"custom_partitioning {info.split(' ')[0]!r}"
+
+
+def rule_of_partitioning(equation: core.JaxprEqn) -> Rule | None:
+    """Returns the rule that an operation was given; None if it has none, or one that cannot be read."""
+    given: Any = equation.params["sharding_rule"]
+    operands, results = _partitioned_types(equation.invars), _partitioned_types(equation.outvars)
+    try:
+        if callable(given):
+            mesh = AbstractMesh((1,), ("unused",), axis_types=(AxisType.Auto,))
+            given = given(*equation.params["static_args"], mesh, operands, results)
+        if isinstance(given, str):
+            rule, sizes = parse_rule(given), {}
+        elif given is None:
+            return None
+        else:
+            rule, sizes = _named_rule(given, operands, results), given.factor_sizes
+        return rule.rule([x.shape for x in operands], [x.shape for x in results], sizes)
+    except (AttributeError, TypeError, ValueError):  # a rule that a foreign function makes of what it does not have
+        return None
+
+
+def run_partitioning(equation: core.JaxprEqn, operands: Sequence[Any], parts: Parts) -> list[Any]:
+    """Runs an operation on parts: what its own `partition` returns for one device."""
+    params = equation.params
+    if not parts.is_split:
+        return list(core.jaxpr_as_fun(params["call"])(*operands))
+    mesh = AbstractMesh(parts.axis_sizes, parts.axis_names, axis_types=(AxisType.Auto,) * len(parts.axis_sizes))
+
+    def typed(variables: Sequence[Any], specs: Sequence[IndexedSpec]) -> list[jax.ShapeDtypeStruct]:
+        shardings = [NamedSharding(mesh, partition_spec(named_spec(spec, parts.axis_names))) for spec in specs]
+        pairs = zip(variables, shardings, strict=True)
+        return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=sharding) for v, sharding in pairs]
+
+    arguments, results = typed(equation.invars, parts.operands), typed(equation.outvars, parts.results)
+    _, function, result_shardings, argument_shardings = params["partition"](
+        *params["static_args"],
+        mesh,
+        params["in_tree"].unflatten(arguments),
+        params["out_tree"].unflatten(results),
+    )
+    wanted = [*jax.tree.leaves(argument_shardings), *jax.tree.leaves(result_shardings)]
+    for array, sharding in zip((*arguments, *results), wanted, strict=True):
+        if not sharding.is_equivalent_to(array.sharding, len(array.shape)):
+            raise ValueError(f"its `partition` takes {sharding.spec} where its rule allows {array.sharding.spec}")
+    return list(jax.tree.leaves(function(*params["in_tree"].unflatten(operands))))
+
+
+def work_of_partitioning(equation: core.JaxprEqn, operands: Sequence[jax.ShapeDtypeStruct], share: float) -> Work:
+    """Returns what one device does: its share of the function's arithmetic, on its operands and results."""
+    flops = share * jaxpr_flops(equation.params["call"])
+    results = arrays_bytes([v.aval for v in equation.outvars])
+    return Work(flops, arrays_bytes(operands) + share * results, dtype_of_work(operands))
+
+
+def _partitioned_types(variables: Sequence[Any]) -> list[_Type]:
+    return [_Type(tuple(v.aval.shape), v.aval.dtype) for v in variables]
+
+
+def _named_rule(given: Any, operands: Sequence[_Type], results: Sequence[_Type]) -> NamedRule:
+    """Returns JAX's `SdyShardingRule` as ours."""
+
+    def array(mapping: Sequence[Any], shape: Shape) -> NamedDimensions:
+        dims: list[tuple[str, ...]] = []
+        for dim in mapping:
+            if isinstance(dim, str) and dim.startswith(_BATCHING):
+                group = dim.removeprefix(_BATCHING) or "0"
+                dims += [(f"{_BATCHING}{group}_{i}",) for i in range(len(shape) - len(mapping) + 1)]
+            else:
+                dims.append((dim,) if isinstance(dim, str) else tuple(dim))
+        return tuple(dims)
+
+    return NamedRule(
+        tuple(array(m, x.shape) for m, x in zip(given.operand_mappings, operands, strict=True)),
+        tuple(array(m, x.shape) for m, x in zip(given.result_mappings, results, strict=True)),
+        tuple((factor, "finished") for factor in given.reduction_factors),
+        frozenset((*given.need_replication_factors, *given.permutation_factors)),
+    )
 
 
 class OpaqueOperation(NamedTuple):

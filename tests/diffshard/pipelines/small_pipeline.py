@@ -8,9 +8,8 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cost.pipeline_schedules import checked_stages_per_device, graph_of, splits_backward
-from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.execution import StagedExecution
-from diffshard.pipelines.microbatches import trace_in_microbatches
+from diffshard.pipelines.microbatches import BatchArguments, trace_in_microbatches
 from search_spaces.pipelines.divided_program import with_split_backward
 from search_spaces.pipelines.forward_backward import num_bytes, places
 from search_spaces.pipelines.stage_programs import staged_step

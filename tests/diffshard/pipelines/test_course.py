@@ -8,8 +8,8 @@ import pytest
 
 import diffshard
 from diffshard import base
-from diffshard.pipelines import course, pipelined_function
-from diffshard.pipelines.course import Course
+from diffshard.pipelines import options, pipelined_function
+from diffshard.pipelines.options import Course
 
 
 class Clock:
@@ -44,7 +44,7 @@ def _course(time_limit_s):
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(course, "time", clock)
+    monkeypatch.setattr(options, "time", clock)
     monkeypatch.setattr(base, "time", clock)
     return clock
 

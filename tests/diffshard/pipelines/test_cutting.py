@@ -12,9 +12,9 @@ from jax import lax
 from jax.sharding import Mesh
 
 from cost.pipeline_schedules import graph_of
-from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.cutting import CutStep, cut_step, uncut_step
 from diffshard.pipelines.execution import StagedExecution
+from diffshard.pipelines.microbatches import BatchArguments
 from diffshard.staged_array import StagedArray
 from experiments.models import gpt
 from experiments.models.model import arguments as model_arguments

@@ -7,9 +7,9 @@ import pytest
 from jax import lax
 
 from cost.pipeline_schedules import graph_of
-from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.cutting import cut_step, uncut_step
 from diffshard.pipelines.execution import StagedExecution
+from diffshard.pipelines.microbatches import BatchArguments
 from diffshard.staged_array import StagedArray
 from search_spaces.pipelines.stage_programs import staged_step
 from tests.diffshard.pipelines.small_pipeline import meshes

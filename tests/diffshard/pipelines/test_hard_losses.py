@@ -99,7 +99,7 @@ def test_a_search_that_has_no_time_says_so_and_not_that_nothing_fits(monkeypatch
         return (jnp.tanh(x @ params) ** 2).mean()
 
     args = normal(16, 16), normal(32, 16)
-    monkeypatch.setattr("diffshard.pipelines.course._PATIENCE_S", 0.0)
+    monkeypatch.setattr("diffshard.pipelines.options._PATIENCE_S", 0.0)
     with pytest.raises(TimeoutError, match=r"`time_limit_s` 1e-06 ended the search .* nothing says that none fits"):
         search(gradient_step(loss), time_limit_s=1e-6).plan(*args)
     with pytest.raises(diffshard.InfeasibleError, match="No pipeline of step"):

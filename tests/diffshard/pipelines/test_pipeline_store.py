@@ -7,7 +7,7 @@ import pytest
 
 import diffshard
 from diffshard.pipelines import search as pipeline_search
-from diffshard.pipelines.course import Course
+from diffshard.pipelines.options import Course
 from diffshard.plans.documents import text_of
 from tests.diffshard.pipelines.small_pipeline import arguments, check_close, train_step
 from tests.diffshard.pipelines.test_applied_pipelines import refuse_to_search

@@ -8,9 +8,9 @@ import pytest
 import diffshard
 from cost.compute import equation_flops
 from cost.pipeline_schedules import graph_of
-from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.cutting import cut_step, uncut_step
 from diffshard.pipelines.execution import StagedExecution
+from diffshard.pipelines.microbatches import BatchArguments
 from diffshard.pipelines.stage_search import STAGE_GAP
 from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.recomputed_programs import recomputed_stage, working_bytes

@@ -8,10 +8,9 @@ import diffshard
 from cost.base import Hardware, Link
 from cost.pipeline_schedules import graph_of
 from cost.pipeline_times import joined_graph
-from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.cutting import uncut_step
 from diffshard.pipelines.execution import StagedExecution
-from diffshard.pipelines.microbatches import trace_in_microbatches
+from diffshard.pipelines.microbatches import BatchArguments, trace_in_microbatches
 from diffshard.pipelines.options import PipelineOptions
 from diffshard.pipelines.plans.file import from_json, to_json
 from diffshard.pipelines.replica_search import replicas_bound_s

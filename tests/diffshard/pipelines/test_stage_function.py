@@ -11,8 +11,7 @@ from jax.sharding import AbstractMesh
 
 from cost.presets import preset
 from diffshard.pipelines import stage_lifetimes
-from diffshard.pipelines.batch_arguments import BatchArguments
-from diffshard.pipelines.microbatches import trace_in_microbatches
+from diffshard.pipelines.microbatches import BatchArguments, trace_in_microbatches
 from diffshard.pipelines.stage_function import StageFunction
 from diffshard.pipelines.stage_lifetimes import weigh
 from diffshard.sharding_search.options import Options

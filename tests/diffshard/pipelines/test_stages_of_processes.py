@@ -77,7 +77,7 @@ import numpy as np
 from cost.pipeline_times import joined_graph
 from cost.pipeline_schedules import graph_of
 from diffshard.pipelines.execution import StagedExecution
-from diffshard.pipelines.batch_arguments import BatchArguments
+from diffshard.pipelines.microbatches import BatchArguments
 from diffshard.pipelines.microbatches import trace_in_microbatches
 from search_spaces.pipelines.replicas import replicated_step
 from search_spaces.pipelines.stage_programs import staged_step

@@ -7,8 +7,7 @@ import pytest
 from jax import lax
 
 import diffshard
-from diffshard.pipelines.batch_arguments import BatchArguments
-from diffshard.pipelines.microbatches import divided_call, traced_call
+from diffshard.pipelines.microbatches import BatchArguments, divided_call, traced_call
 from tests.search_spaces.pipelines.microbatch_functions import (
     WEIGHTS,
     X,

@@ -4,8 +4,8 @@ import re
 
 import numpy as np
 
-from diffshard.plans import drawings
-from diffshard.plans.drawings import Curve, Dot, Mark, largest_in_columns, plot, scatter, strip
+from diffshard.plans import page_elements
+from diffshard.plans.page_elements import Curve, Dot, Mark, largest_in_columns, plot, scatter, strip
 from tests.diffshard.plans.page_checker import checked_page
 
 
@@ -15,7 +15,7 @@ def value_at(points, x):
 
 
 def test_a_column_has_the_largest_value_of_the_points_in_it(monkeypatch):
-    monkeypatch.setattr(drawings, "MAX_COLUMNS", 7)
+    monkeypatch.setattr(page_elements, "MAX_COLUMNS", 7)
     rng = np.random.default_rng(0)
     for _ in range(20):
         xs = np.sort(rng.choice(100, size=12, replace=False)).astype(float)

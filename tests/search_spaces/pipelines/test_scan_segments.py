@@ -10,8 +10,8 @@ import pytest
 from jax import lax
 
 import diffshard
-from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.cutting import cut_step, uncut_step
+from diffshard.pipelines.microbatches import BatchArguments
 from diffshard.staged_array import StagedArray
 from search_spaces.pipelines.cut_candidates import Cut
 from search_spaces.pipelines.stage_programs import staged_step

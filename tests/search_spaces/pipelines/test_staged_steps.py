@@ -10,8 +10,8 @@ import pytest
 from jax.extend import core
 from jax.extend.core import jaxpr_as_fun
 
-from diffshard.pipelines.batch_arguments import BatchArguments
 from diffshard.pipelines.cutting import cut_step, uncut_step
+from diffshard.pipelines.microbatches import BatchArguments
 from search_spaces.pipelines.batch_states import Split
 from search_spaces.pipelines.example_groups import in_groups
 from search_spaces.pipelines.recomputed_programs import recomputed_stage

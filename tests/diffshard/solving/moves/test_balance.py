@@ -9,7 +9,7 @@ import pytest
 from cost.base import Problem
 from cost.evaluation import evaluate
 from diffshard.solving.flat import chosen_cost, flatten, with_ceiling
-from diffshard.solving.moves.balance import Balance
+from diffshard.solving.moves.single_nodes import Balance
 from diffshard.solving.phases.improving import Balancing
 from diffshard.solving.presolve.base import identity
 from diffshard.solving.solve import solve

@@ -3,7 +3,7 @@
 import numpy as np
 
 from diffshard.solving.flat import chosen_cost, chosen_memory, flatten, with_ceiling
-from diffshard.solving.moves.descent import Descent
+from diffshard.solving.moves.single_nodes import Descent
 from tests.diffshard.solving.random_problems import layered_problem, small_problem
 
 

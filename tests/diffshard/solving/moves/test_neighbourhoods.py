@@ -6,9 +6,9 @@ import pytest
 from cost.evaluation import evaluate
 from diffshard.solving.dual.ascent import initial_prices
 from diffshard.solving.flat import chosen_cost, flatten, with_ceiling
-from diffshard.solving.moves import neighbourhoods
-from diffshard.solving.moves.neighbourhoods import perturb, split
+from diffshard.solving.moves import walks
 from diffshard.solving.moves.polish import Polish
+from diffshard.solving.moves.walks import perturb, split
 from tests.diffshard.solving.random_problems import KINDS, layered_problem, small_problem
 
 
@@ -37,7 +37,7 @@ def test_the_changes_of_balls_are_those_of_the_whole_cost():
         partition = split(flat, rng, 6)
         start, other = rng.integers(flat.sizes), rng.integers(flat.sizes)
         other = np.where(partition.label >= 0, other, start)
-        found = neighbourhoods._change(flat, partition, start, other, flat.cost)
+        found = walks._change(flat, partition, start, other, flat.cost)
         before = chosen_cost(flat, start)
         for ball in range(partition.num_balls):
             one = np.where(partition.label == ball, other, start)

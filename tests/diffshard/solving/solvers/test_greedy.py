@@ -6,7 +6,7 @@ import pytest
 
 from cost.base import load_groups, num_strategies
 from diffshard.solving.flat import flatten, with_ceiling
-from diffshard.solving.moves.descent import spans
+from diffshard.solving.moves.single_nodes import spans
 from diffshard.solving.solvers.greedy import construct, least_entries, solve
 from tests.diffshard.solving.random_problems import KINDS, small_problem
 
