@@ -148,10 +148,9 @@ def _cards(plan: PlanData) -> str:
 
 def _time(plan: PlanData) -> str:
     pieces = _computing(plan)
-    totals = [total for total in collective_totals(plan) if is_shown(total.num_bytes)]
-    for i, total in enumerate(totals):
-        amounts = f"{format_s(total.seconds)}, {total.count:,.0f}×, {format_bytes(total.num_bytes)}"
-        pieces.append((f"{total.kind} {total.axis}", total.seconds, amounts, COLOURS[i % len(COLOURS)]))
+    for i, total in enumerate(collective_totals(plan)):
+        amounts = f"{total.time}, {total.count:,.0f}×, {format_bytes(total.num_bytes)}"
+        pieces.append((f"{total.kind} {total.axis}".strip(), total.seconds, amounts, COLOURS[i % len(COLOURS)]))
     total, *reasons = whole_lines(plan.whole_work, plan.compute_s) or [""]
     whole = f"<div class=dim>{escape(total)}</div>" if total else ""
     whole += f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in reasons)}</ul>" if reasons else ""

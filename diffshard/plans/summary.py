@@ -47,6 +47,11 @@ class AlikeOperations(NamedTuple):
     collectives: tuple[tuple[str, str], ...]
 
 
+COMBINED = "combined"
+"""The kind of the total of collectives that are too small to count."""
+_COMBINED_SHARE = 1e-6  # of the step
+
+
 class CollectiveTotal(NamedTuple):
     """All collectives of a kind along a mesh axis in one step: executions, bytes as predicted, and seconds."""
 
@@ -55,6 +60,11 @@ class CollectiveTotal(NamedTuple):
     count: float  # pyright: ignore[reportIncompatibleMethodOverride]
     num_bytes: float
     seconds: float
+
+    @property
+    def time(self) -> str:
+        """The seconds with a unit."""
+        return "< 1 ns" if self.kind == COMBINED and self.seconds < 1e-9 else format_s(self.seconds)
 
 
 class Communication(NamedTuple):
@@ -197,13 +207,20 @@ def verdict(plan: PlanData) -> str:
 
 
 def collective_totals(plan: PlanData) -> list[CollectiveTotal]:
-    """Adds up collectives of equal kind and axis; the ones that take longest come first."""
+    """Adds up collectives of equal kind and axis; the ones that take longest come first.
+
+    Those that take next to nothing, because compilers combine them with others, are one total, `COMBINED`, at the end.
+    """
     totals: dict[tuple[str, str], list[float]] = {}
     for c in plan.collectives:
         entry = totals.setdefault((c.kind, c.axis), [0.0, 0.0, 0.0])
         for i, amount in enumerate((c.count, c.count * c.num_bytes, c.seconds)):
             entry[i] += amount
-    return sorted((CollectiveTotal(*key, *entry) for key, entry in totals.items()), key=lambda total: -total.seconds)
+    shown = [CollectiveTotal(*key, *entry) for key, entry in totals.items() if is_shown(entry[1])]
+    combined = [total for total in shown if total.seconds < _COMBINED_SHARE * plan.step_s]
+    rest = sorted(set(shown) - set(combined), key=lambda total: -total.seconds)
+    sums = (sum(column) for column in zip(*(total[2:] for total in combined), strict=True))
+    return [*rest, *([CollectiveTotal(COMBINED, "", *sums)] if combined else [])]
 
 
 def reason(plan: PlanData, tensor: Tensor | Operation) -> str:

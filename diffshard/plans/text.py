@@ -74,9 +74,8 @@ def _header(plan: PlanData) -> str:
     if plan.computing is not None:
         lines += [f"          {part.name} {part.amounts}" for part in computing_parts(plan.computing) if part.seconds]
     rows = [
-        ("", total.kind, total.axis, f"{total.count:,.0f}x", format_bytes(total.num_bytes), format_s(total.seconds))
+        ("", total.kind, total.axis, f"{total.count:,.0f}x", format_bytes(total.num_bytes), total.time)
         for total in collective_totals(plan)
-        if is_shown(total.num_bytes)
     ]
     lines += format_table(rows, "        ", right=(3, 4, 5))
     if plan.timeline is not None:

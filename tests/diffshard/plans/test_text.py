@@ -1,6 +1,7 @@
 """The printed table, number by number on a plan made by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -152,3 +153,13 @@ def test_specs_and_bytes():
     assert [device_bytes(plan, t) for t in plan.arguments] == [256, 256, 256]
     assert [g.members for g in alike_arguments(plan)] == [(0, 1), (2,)]
     assert [row[:2] for row in collective_totals(plan)] == [("all_reduce", "data"), ("all_gather", "model")]
+
+
+def test_collectives_that_take_next_to_nothing_are_one_row():
+    plan = small_plan()
+    longest = max(plan.collectives, key=lambda c: c.seconds)
+    tiny = [replace(longest, kind=kind, num_bytes=2.0, count=1, seconds=1e-15) for kind in ("all_to_all", "send")]
+    few, *_ = collective_totals(replace(plan, collectives=(longest, *tiny)))
+    assert (few.kind, few.axis) == (longest.kind, longest.axis)
+    text = format_plan(replace(plan, collectives=(longest, *tiny)))
+    assert "combined 2x 4 B < 1 ns" in " ".join(text.split())
