@@ -21,7 +21,7 @@ from diffshard.sharding_search.planning import fastest_choice
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.step_objective import step_s
 from search_spaces.base import Choice
-from search_spaces.sharding.format_gains import best_gains_s
+from search_spaces.sharding.format_gains import best_formats
 from search_spaces.sharding.memory import memory_use
 from search_spaces.sharding.product_formats import takes_formats
 from search_spaces.sharding.space import ShardingSpace
@@ -144,8 +144,8 @@ def _of_float8(request: PlanRequest, plan: Plan, choice: Choice) -> Iterator[Adv
     if computing is None or computing.products_s < _LEAST_PRODUCTS * plan.step_s:
         return
     products = [(vertex.index, "float8") for vertex in space.graph.vertices if takes_formats(vertex)]
-    gains = best_gains_s(space.with_formats(dict.fromkeys(products, 0.0)), choice).values()
-    seconds = min(sum(gains), plan.step_s)
+    _, saved_s = best_formats(space.with_formats(dict.fromkeys(products, 0.0)), choice)
+    seconds = min(saved_s, plan.step_s)
     option = "`formats=diffshard.formats.Formats(...)`"
     words = f"round products to float8 ({option}) as far as the loss allows, split as they are"
     yield _faster(plan, "at most", seconds, words)

@@ -23,7 +23,7 @@ from diffshard.sharding_search.plan_store import start_of
 from diffshard.sharding_search.planning import fastest_choice, make_plan, solve_problem_of
 from diffshard.sharding_search.request import PlanRequest
 from search_spaces.sharding.base import FormatKey
-from search_spaces.sharding.format_gains import best_gains_s, gains_s, in_formats, in_own_formats
+from search_spaces.sharding.format_gains import best_formats, gains_together_s, in_formats, in_own_formats
 from search_spaces.sharding.space import ShardingSpace
 
 _MOST_PRICES = 6
@@ -162,7 +162,7 @@ def plan_with(
 def _with_gains(space: ShardingSpace, start: Start) -> np.ndarray:
     """Returns a choice with what gains more than it costs in fewer bits, and what the start keeps as codes."""
     kept = start.kept & space.format_price_s.keys()
-    return in_formats(space, start.choice, [*best_gains_s(space, start.choice), *kept])
+    return in_formats(space, start.choice, [*best_formats(space, start.choice)[0], *kept])
 
 
 def predicted_increase(
@@ -207,7 +207,7 @@ def _candidates(
     `space` has all groups free to be in their formats. What a start keeps as codes takes its part of the limit first:
     it gains no time, but memory.
     """
-    of_keys = [gains_s(space, start.choice) for start in starts]
+    of_keys = [gains_together_s(space, start.choice) for start in starts]
     gains = [np.array([sum(max(0.0, of[m]) for m in group.members) for group in groups]) for of in of_keys]
     places = [(group.kind, group.vertices[0].index) for group in groups]
     kinds = [places.index(place) for place in places]

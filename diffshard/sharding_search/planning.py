@@ -251,7 +251,9 @@ def make_plan(request: PlanRequest, solution: Solution) -> Plan:
         whole_work=whole_work_of(request, summary.layout),
         memory=memory_profile_of(traced_function.graph, summary.memory),
         objective=objective,
-        computing=PredictedComputing(*computing_of(space.graph, summary.layout, space.node_costs)),
+        computing=PredictedComputing(
+            *computing_of(space.graph, summary.layout, space.node_costs, prediction.compute_s)
+        ),
         timeline=predicted_timeline(space, summary.layout) if executor == "program" else None,
         function_digest=function_digest(traced_function),
         residuals=planned_residuals(traced_function, space, summary.layout),

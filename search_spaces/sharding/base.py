@@ -112,7 +112,8 @@ class ShardingStrategy(NamedTuple):
         gathered for its readers, the gathers.
       unreduced: the specs of the results before those collectives.
       format: the name of the format to which the operands of a product are rounded before they are multiplied; "" for
-        a product that runs as it was traced, and for every other operation.
+        a product that runs as it was traced, and for every other operation. Of a hub that to which its value is rounded
+        once, for all products that read it so where it is.
       sent_in: the format of the codes in which partial sums are sent, a key of `codes.FORMATS`; "" for no codes.
       kept_in: the format of the codes as which the result is kept for the backward pass; "" for no codes. In the
         problem it is chosen by the hub of the value.

@@ -1,6 +1,7 @@
 """What lies between two nodes: the reshards of a value on its way from the node that makes it to one that reads it."""
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -8,6 +9,7 @@ from cost.edges import merge_edges
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Edge, Node
 from search_spaces.sharding.graph import Graph, Value, Vertex
+from search_spaces.sharding.product_formats import FORMATS
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
 from search_spaces.sharding.resharding import Message, Paths, message_of
 
@@ -75,13 +77,42 @@ def edge_key(edge: Edge, nodes: Sequence[Node], shares: CollectiveShares) -> Has
     is_stored = reader.hub is None and reader.vertex.kind == "input"
     ends = id(node.strategies), edge.result, id(reader.strategies), edge.operand, is_stored
     itemsize = 0 if edge.value.dtype is None else edge.value.dtype.itemsize
-    return *ends, edge.value.num_bytes, itemsize, shares.latency(edge.value), edge.weight, shares.exposed(edge.value)
+    weights = edge.weight, reader.vertex.weight
+    return *ends, edge.value.num_bytes, itemsize, shares.latency(edge.value), weights, shares.exposed(edge.value)
 
 
 Nodes = Sequence[Node] | Mapping[int, Node]
 """All nodes, or those at both ends of an edge, by their index."""
-FormattedRead = tuple[IndexedSpec, IndexedSpec, str]
-"""The spec in which a value is made, that in which a product reads it, and the name of the product's format."""
+FormattedRead = tuple[IndexedSpec, str, IndexedSpec, str]
+"""The spec in which a value is made and the format to which its hub rounds it; the spec and the format in which it is
+read by a product."""
+
+
+def shared_formats(
+    graph: Graph, edges: Sequence[Edge], formats_of: Mapping[int, Sequence[str]]
+) -> dict[int, tuple[str, ...]]:
+    """Returns the formats to which hubs can round their values for several products, by the index of their node.
+
+    These have one scale for a tensor, and the products read the same numbers of it as often as it is made.
+    """
+    read_as: dict[tuple[int, str], list[Any]] = {}
+    for edge in edges:
+        for name in formats_of.get(edge.reader, ()) if edge.node >= len(graph.vertices) else ():
+            maker, reader, to = graph.vertices[edge.value.vertex], graph.vertices[edge.reader], FORMATS[name]
+            if to.scaled == "tensor":
+                dtype = to.dtypes(reader)[edge.operand] if reader.weight == maker.weight else None
+                read_as.setdefault((edge.node, name), []).append(dtype)
+    found: dict[int, tuple[str, ...]] = {}
+    for (node, name), dtypes in read_as.items():
+        if len(dtypes) > 1 and None not in dtypes and len(set(dtypes)) == 1:
+            found[node] = (*found.get(node, ()), name)
+    return found
+
+
+def made_specs(edge: Edge, nodes: Nodes) -> list[tuple[IndexedSpec, str]]:
+    """Returns the spec in which each strategy of a node makes a value, and the format to which a hub rounds it."""
+    node = nodes[edge.node]
+    return [(s.results[edge.result], "" if node.hub is None else s.format) for s in node.strategies]
 
 
 def messages_of(edge: Edge, nodes: Nodes, path: Paths) -> dict[FormattedRead, Message]:
@@ -89,9 +120,34 @@ def messages_of(edge: Edge, nodes: Nodes, path: Paths) -> dict[FormattedRead, Me
     reader = nodes[edge.reader]
     formatted = [(s, strategy.format) for s, strategy in enumerate(reader.strategies) if strategy.format]
     targets = dict.fromkeys((read_spec(reader, edge.operand, s), f) for s, f in formatted if reader.hub is None)
-    sources = dict.fromkeys(s.results[edge.result] for s in nodes[edge.node].strategies) if targets else ()
+    sources = dict.fromkeys(made_specs(edge, nodes)) if targets else ()
     read_by = reader.vertex, edge.operand
-    return {(a, b, f): message_of(path, edge.value, a, b, *read_by, f) for a in sources for b, f in targets}
+    return {
+        (a, shared, b, f): message_of(path, edge.value, a, b, *read_by, f, f == shared)
+        for a, shared in sources
+        for b, f in targets
+    }
+
+
+def rounding_s(edge: Edge, nodes: Nodes, reshard_costs: ReshardCosts) -> np.ndarray | None:
+    """Returns the seconds in which a value is rounded between all strategies of both ends, `[S_u, S_v]`; None for 0."""
+    messages, reader = messages_of(edge, nodes, reshard_costs.path), nodes[edge.reader]
+    if not messages:
+        return None
+    weight = reader.vertex.weight
+    of_read = {read: weight * reshard_costs.rounding_s(edge.value, m, read[-1]) for read, m in messages.items()}
+    seconds = np.zeros((len(nodes[edge.node].strategies), len(reader.strategies)))
+    fill_formatted(seconds, edge, nodes, of_read)
+    return seconds
+
+
+def fill_formatted(array: np.ndarray, edge: Edge, nodes: Nodes, of_read: Mapping[FormattedRead, Any]) -> None:
+    """Writes into an array `[S_u, S_v, ...]` what products in formats have between the strategies of both ends."""
+    reader, sources = nodes[edge.reader], made_specs(edge, nodes)
+    for t, strategy in enumerate(reader.strategies):
+        if strategy.format:
+            target = read_spec(reader, edge.operand, t)
+            array[:, t] = [of_read[*source, target, strategy.format] for source in sources]
 
 
 def edge_transfer_s(edge: Edge, nodes: Nodes, reshard_costs: ReshardCosts, shares: CollectiveShares) -> np.ndarray:
@@ -104,16 +160,15 @@ def edge_transfer_s(edge: Edge, nodes: Nodes, reshard_costs: ReshardCosts, share
     messages = messages_of(edge, nodes, reshard_costs.path)
     if not messages:
         return seconds
-    of_pair = {
-        (a, b, f): reshard_costs.reshard_s((a,), (b,), message.num_bytes, latency_share, weight).item()
+    of_read = {
+        (a, shared, b, f): reshard_costs.reshard_s((a,), (b,), message.num_bytes, latency_share, weight).item()
         + (weight if message.is_coded else edge.weight)
         * sum(reshard_costs.maximum_s(axis, message.maxima_bytes) for axis in message.maxima)
-        for (a, b, f), message in messages.items()
+        + reader.vertex.weight * reshard_costs.rounding_s(edge.value, message, f)
+        for (a, shared, b, f), message in messages.items()
     }
     seconds = seconds.copy()
-    for t, strategy in enumerate(reader.strategies):
-        if strategy.format:
-            seconds[:, t] = [of_pair[source, targets[t], strategy.format] for source in sources]
+    fill_formatted(seconds, edge, nodes, of_read)
     return seconds
 
 

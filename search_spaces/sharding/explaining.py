@@ -12,12 +12,12 @@ from search_spaces.base import Part, Traffic
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Edge, Layout, Node, ReshardStep, ShardingStrategy
 from search_spaces.sharding.coded_sums import finished_steps
-from search_spaces.sharding.edge_costs import read_spec, readers_of
+from search_spaces.sharding.edge_costs import made_specs, read_spec, readers_of
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.memory import MemoryUse
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.opaque.operations import name_of
-from search_spaces.sharding.resharding import message_of
+from search_spaces.sharding.resharding import MAXIMUM_BYTES, Message, message_of
 
 NO_AXES = "-"
 """The text for a dimension that no axis splits."""
@@ -112,11 +112,27 @@ def predict(
       choice: `[V]` strategy indices.
     """
     strategies = list(zip(graph.vertices, layout.strategies, strict=True))
+    compute_s = np.array([costs.chosen_compute_s(v, s) + costs.chosen_keeping_s(v, layout) for v, s in strategies])
+    for node, s in zip(nodes, choice, strict=True):
+        compute_s[node.vertex.index] += costs.shared_rounding_s(node, node.strategies[s])
+    for edge in edges:
+        reader = nodes[edge.reader].vertex
+        message, name = _message(edge, nodes, costs, choice)
+        compute_s[reader.index] += reader.weight * costs.reshard_costs.rounding_s(edge.value, message, name)
     return StepPrediction(
-        np.array([costs.chosen_compute_s(v, s) + costs.chosen_keeping_s(v, layout) for v, s in strategies]),
+        compute_s,
         tuple(_transfers(graph, nodes, edges, costs, axis_names, strategies, choice)),
         np.array([float(costs.preference_s(v, (layout.strategies[v.index],))[0]) for v in graph.inputs]),
     )
+
+
+def _message(edge: Edge, nodes: Sequence[Node], costs: NodeCosts, choice: Sequence[int]) -> tuple[Message, str]:
+    """Returns how a value reaches its reader in a choice, and in which format if that is a product."""
+    reader, (source, shared) = nodes[edge.reader], made_specs(edge, nodes)[choice[edge.node]]
+    name = reader.strategies[choice[edge.reader]].format if reader.hub is None else ""
+    target = read_spec(reader, edge.operand, choice[edge.reader])
+    read_by = reader.vertex, edge.operand, name, name == shared
+    return message_of(costs.reshard_costs.path, edge.value, source, target, *read_by), name
 
 
 def _transfers(
@@ -169,14 +185,18 @@ def _transfers(
             kind, axis, num_bytes, count, _ = collective
             places = (vertex.index,) * 4
             transfers.append(Transfer(kind, axis_names[axis], num_bytes, count * vertex.weight, *seconds, *places))
+    for i, node in enumerate(nodes):
+        for axis, seconds in costs.shared_maxima_s(node, node.strategies[choice[i]]):
+            assert node.hub is not None
+            sent = "all_reduce", axis_names[axis], MAXIMUM_BYTES, node.vertex.weight, seconds, seconds
+            transfers.append(Transfer(*sent, node.vertex.index, i, node.hub.vertex, first_reader[node.hub.id]))
     for edge in edges:
         if edge.node != edge.reader:
             source = nodes[edge.node].strategies[choice[edge.node]].results[edge.result]
             target = read_spec(nodes[edge.reader], edge.operand, choice[edge.reader])
             vertex, hub = nodes[edge.reader].vertex.index, nodes[edge.reader].hub
             reader = vertex if hub is None else None
-            read_by = nodes[edge.reader].vertex, edge.operand, nodes[edge.reader].strategies[choice[edge.reader]].format
-            message = message_of(reshard_costs.path, edge.value, source, target, *read_by)
+            message, _ = _message(edge, nodes, costs, choice)
             for axis in message.maxima:
                 link_s = edge.weight * reshard_costs.maximum_s(axis, message.maxima_bytes)
                 waited_s = (costs.shares.exposed(edge.value) if message.is_coded else 1.0) * link_s

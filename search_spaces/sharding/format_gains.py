@@ -67,7 +67,8 @@ class _AtChoice:
 
     def __init__(self, space: ShardingSpace, choice: Sequence[int] | np.ndarray):
         self._space, self._choice = space, choice
-        self._edges_of: dict[int, list[Edge]] = {node: [] for node in set(map(space.node_of, space.format_price_s))}
+        nodes = {*map(space.node_of, space.format_price_s), *space.shared_formats}
+        self._edges_of: dict[int, list[Edge]] = {node: [] for node in nodes}
         for edge in space.edges:
             for node in {edge.node, edge.reader} if edge.node != edge.reader else ():
                 if node in self._edges_of:
@@ -98,20 +99,43 @@ class _AtChoice:
         return own._replace(strategies=tuple(own.strategies[s] for s in strategies))
 
 
-def best_gains_s(space: ShardingSpace, choice: Sequence[int] | np.ndarray) -> dict[FormatKey, float]:
-    """Returns of each the format that gains most at a choice, less its price, if any gains; and these gains."""
+def gains_together_s(space: ShardingSpace, choice: Sequence[int] | np.ndarray) -> dict[FormatKey, float]:
+    """Returns what each gains in each format at a choice, seconds, if others share the rounding that can be shared."""
+    names = dict.fromkeys(name for own in space.shared_formats.values() for name in own)
+    shared = {name: gains_s(space, _with_hubs_in(space, choice, name)) for name in names}
+    own = gains_s(space, choice)
+    return {key: gain_s if isinstance(key, Coded) else shared.get(key[1], own)[key] for key, gain_s in own.items()}
+
+
+def best_formats(space: ShardingSpace, choice: Sequence[int] | np.ndarray) -> tuple[list[FormatKey], float]:
+    """Returns of each the format that gains most at a choice, less its price, if any gains; and the seconds saved."""
     best: dict[Any, tuple[float, FormatKey]] = {}
-    for key, gain_s in gains_s(space, choice).items():
+    for key, gain_s in gains_together_s(space, choice).items():
         net_s, place = gain_s - space.format_price_s[key], (key[0], key[2:])
         if net_s > 0 and (place not in best or net_s > best[place][0]):
             best[place] = net_s, key
-    return {key: net_s for net_s, key in best.values()}
+    chosen = in_formats(space, np.array(choice), [key for _, key in best.values()])
+    gains = gains_s(space, chosen)  # some may share with none
+    keys = [key for _, key in best.values() if gains[key] > space.format_price_s[key]]
+    at_choice, saved_s = _AtChoice(space, choice), sum(gains[key] - space.format_price_s[key] for key in keys)
+    for node in space.shared_formats:
+        saved_s += at_choice.saved_s(node, int(choice[node]), int(chosen[node]))
+    return keys, saved_s
+
+
+def _with_hubs_in(space: ShardingSpace, choice: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
+    """Returns a choice in which all hubs that can round their values to a format do."""
+    choice = np.array(choice)
+    for node in space.shared_formats:
+        strategy = space.nodes[node].strategies[choice[node]]
+        choice[node] = space.strategy_numbers(node).get(strategy._replace(format=name), choice[node])
+    return choice
 
 
 def in_own_formats(space: ShardingSpace, choice: Sequence[int] | np.ndarray) -> np.ndarray:
     """Returns a choice `[V]` with everything as it is; it means the same in the space without formats."""
     exact = np.array(choice)
-    for node in set(map(space.node_of, space.format_price_s)):
+    for node in {*map(space.node_of, space.format_price_s), *space.shared_formats}:
         strategy = space.nodes[node].strategies[choice[node]]
         exact[node] = space.strategy_numbers(node)[strategy._replace(format="", sent_in="", kept_in="")]
     return exact
@@ -124,6 +148,16 @@ def in_formats(space: ShardingSpace, choice: np.ndarray, keys: Iterable[FormatKe
         node = space.node_of(key)
         numbers, strategy = space.strategy_numbers(node), space.nodes[node].strategies[choice[node]]
         choice[node] = numbers.get(_with(strategy, key, key[1]), choice[node])
+    return with_shared_rounding(space, choice)
+
+
+def with_shared_rounding(space: ShardingSpace, choice: np.ndarray) -> np.ndarray:
+    """Returns a choice in which hubs round their values for several products where that is faster."""
+    choice, at_choice = choice.copy(), _AtChoice(space, choice)
+    for node, names in space.shared_formats.items():
+        strategy, numbers = space.nodes[node].strategies[choice[node]], space.strategy_numbers(node)
+        ways = [numbers[strategy._replace(format=n)] for n in ("", *names) if strategy._replace(format=n) in numbers]
+        choice[node] = max(ways, key=lambda way: at_choice.saved_s(node, ways[0], way))
     return choice
 
 

@@ -30,6 +30,7 @@ from search_spaces.sharding.product_formats import (
     has_whole_blocks,
 )
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
+from search_spaces.sharding.resharding import shared_message
 from search_spaces.sharding.spec import local_bytes, shards
 from search_spaces.sharding.sum_residuals import BYTES, residual_of, trips_of
 
@@ -115,7 +116,9 @@ class NodeCosts:
         """Returns the node cost `[S_v]`: the sum of the terms below; a hub costs what encoding its value does."""
         vertex, strategies = node.vertex, node.strategies
         if node.hub is not None:
-            return self.hub_s(node) + np.array([self._format_price_s(vertex, s) for s in strategies])
+            maxima_s = np.array([sum(seconds for _, seconds in self.shared_maxima_s(node, s)) for s in strategies])
+            kept = [s._replace(format="") for s in strategies]
+            return self.hub_s(node) + maxima_s + np.array([self._format_price_s(vertex, s) for s in kept])
         local = self.compute_s(vertex, strategies) + self.preference_s(vertex, strategies)
         if vertex.index in self._priced:
             local += np.array([self._format_price_s(vertex, s) for s in strategies])
@@ -165,32 +168,22 @@ class NodeCosts:
     ) -> np.ndarray:
         """Returns the seconds of a product in a format in one step, `[strategies]`.
 
-        Each operand is rounded once more for this product: a kernel for its largest magnitude, which reads nothing that
-        is not at hand, and one that reads it and writes its codes. A kernel that rounds rows or blocks finds their
-        largest magnitudes itself, unless rows are split. Where blocks would be cut, a strategy takes forever.
+        What rounds its operands is on their way to it. Where blocks would be cut, a strategy takes forever.
         """
         assert vertex.equation is not None
         num_bytes, flops, launch_s = self._work(vertex, strategies)
-        read, rounded = np.zeros(len(strategies)), np.zeros(len(strategies))
+        read = np.zeros(len(strategies))
         for position, operand in enumerate(vertex.operands):
             assert isinstance(operand, Value)
             own = [local_bytes(operand, s.operands[position], self.axis_sizes) for s in strategies]
             share = to.num_bytes / operand.dtype.itemsize
             read += (1 - share) * self.kernels.reads[vertex.index][position] * np.array(own)
-            rounded += (1 + share) * np.array(own)
-        num_kernels = np.array([self._num_rounding_kernels(vertex, s, to) for s in strategies])
-        launch_s = launch_s + num_kernels * self.hardware.kernel_launch_s
         kernel_s = roofline_s(flops, num_bytes - read, to.rate, self.hardware)
-        rounding_s = roofline_s(0.0, rounded, equation_dtype(vertex.equation), self.hardware)
-        seconds = vertex.weight * (launch_s + copy_s + kernel_s + rounding_s)
+        seconds = vertex.weight * (launch_s + copy_s + kernel_s)
         if to.scaled == "block":
             parts = [shards((s.operands[0][contracted(vertex, 0)[-1]],), self.axis_sizes) for s in strategies]
             seconds = np.where([has_whole_blocks(vertex, n) for n in parts], seconds, np.inf)
         return seconds
-
-    def _num_rounding_kernels(self, vertex: Vertex, strategy: ShardingStrategy, to: ProductFormat) -> int:
-        two_each = [to.scaled == "tensor" or bool(to.maxima(vertex, i, s)) for i, s in enumerate(strategy.operands)]
-        return sum(2 if is_two else 1 for is_two in two_each)
 
     def _work(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> tuple[np.ndarray, np.ndarray, float]:
         """Returns bytes and FLOPs of an operation on one device, `[strategies]` each, and seconds of launches."""
@@ -284,9 +277,28 @@ class NodeCosts:
         return vertex.weight * (kernel_s + 2 * self.hardware.kernel_launch_s)
 
     def hub_s(self, node: Node) -> np.ndarray:
-        """Returns the seconds in which a hub's value is encoded and decoded, `[S_v]`; 0 where it is kept as it is."""
+        """Returns the seconds in which a hub's value is kept as codes and decoded, or rounded for products, `[S_v]`."""
         assert node.hub is not None
-        return np.array([self.keeping_s(node.vertex, node.hub, s.results[0], s.kept_in) for s in node.strategies])
+        return np.array(
+            [
+                self.keeping_s(node.vertex, node.hub, s.results[0], s.kept_in) + self.shared_rounding_s(node, s)
+                for s in node.strategies
+            ]
+        )
+
+    def shared_rounding_s(self, node: Node, strategy: ShardingStrategy) -> float:
+        """Returns the seconds in which a hub rounds its value for several products, if it does."""
+        if node.hub is None or not strategy.format:
+            return 0.0
+        message = shared_message(strategy.results[0])
+        return node.vertex.weight * self.reshard_costs.rounding_s(node.hub, message, strategy.format)
+
+    def shared_maxima_s(self, node: Node, strategy: ShardingStrategy) -> list[tuple[int, float]]:
+        """Returns the mesh axes over which a hub finds the largest magnitude that it rounds by, with their seconds."""
+        if node.hub is None or not strategy.format:
+            return []
+        axes = shared_message(strategy.results[0]).maxima
+        return [(axis, node.vertex.weight * self.reshard_costs.maximum_s(axis)) for axis in axes]
 
     def chosen_keeping_s(self, vertex: Vertex, layout: Layout) -> float:
         """Returns the seconds in which a layout's codes of a result are made for the backward pass, and decoded."""

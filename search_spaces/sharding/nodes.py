@@ -81,6 +81,7 @@ def nodes_of(
 def with_formats(
     nodes: Sequence[Node],
     formats_of: Mapping[int, Sequence[str]],
+    shared_of: Mapping[int, Sequence[str]],
     codes: Iterable[Coded],
     hub_of: Mapping[int, int],
     axis_sizes: tuple[int, ...],
@@ -89,6 +90,8 @@ def with_formats(
 
     Args:
       nodes: of a space in which nothing is in fewer bits.
+      formats_of: formats of products, by vertex.
+      shared_of: formats to which hubs round their values for several products; those without padding.
       codes: what else may be in fewer bits.
       hub_of: the nodes that decide how results are kept, by the vertices that make them.
     """
@@ -99,13 +102,15 @@ def with_formats(
         names.append(name)
     made: dict[Hashable, tuple[ShardingStrategy, ...]] = {}
     formatted = list(nodes)
-    for i in {**formats_of, **sent_of, **kept_of}:
+    rounded_of = {**formats_of, **shared_of}
+    for i in {**rounded_of, **sent_of, **kept_of}:
         node = nodes[i]
-        names = tuple(tuple(of.get(i, ())) for of in (formats_of, sent_of, kept_of))
+        names = tuple(tuple(of.get(i, ())) for of in (rounded_of, sent_of, kept_of))
         value = node.hub or (node.vertex.results[0] if node.vertex.kind == "stack" else None)
         shape = () if value is None else value.shape
         if (id(node.strategies), names, shape) not in made:
-            products = tuple(s._replace(format=name) for name in ("", *names[0]) for s in node.strategies)
+            whole = [s for s in node.strategies if node.hub is None or divides(s.results[0], shape, axis_sizes)]
+            products = (*node.strategies, *(s._replace(format=name) for name in names[0] for s in whole))
             kept = [s for s in products if names[2] and divides(s.results[0], shape, axis_sizes)]
             made[id(node.strategies), names, shape] = (
                 *products,

@@ -10,7 +10,7 @@ each of which begins when the one before has ended. That is how a compiled loop 
 in which they start.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from math import prod
@@ -28,7 +28,7 @@ from search_spaces.sharding.interpreter import GraphInterpreter
 from search_spaces.sharding.kept_codes import LateReads
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.product_formats import FORMATS
-from search_spaces.sharding.resharding import maxima_of
+from search_spaces.sharding.resharding import Message, maxima_of
 from search_spaces.sharding.schedule import ProgramSchedule
 from search_spaces.sharding.spec import parts_of
 
@@ -113,6 +113,7 @@ class _Recorder:
         self.links_of_axis = links_of_axes(costs)
         self.holds = costs.hardware.exposed_share == 1
         self.begin = -1  # the step at which the innermost loop begins
+        self.rounded: dict[Hashable, _Token] = {}
 
     # `interpreter.Arrays`
 
@@ -151,15 +152,26 @@ class _Recorder:
         return [token] * len(vertex.results)
 
     def encode(self, array: _Token, vertex: Vertex, position: int, spec: IndexedSpec) -> _Token:
-        """Adds the collectives that find an operand's largest magnitude; the rounding is in the product's seconds."""
+        """Adds the collectives that find an operand's largest magnitude, and what rounds it.
+
+        Products that read the same numbers have them rounded once: XLA merges what computes the same.
+        """
         operand = vertex.operands[position]
         assert isinstance(operand, Value)
-        to = FORMATS[self.layout.strategies[vertex.index].format]
-        axes, num_bytes = maxima_of(self.costs.axis_sizes, vertex, position, spec, to)
-        for axis in axes:
-            seconds = vertex.weight * self.costs.reshard_costs.maximum_s(axis, num_bytes)
-            array = self._add(self._links((axis,)), seconds, [array], StepOrigin("all_reduce", operand.vertex, (axis,)))
-        return array._replace(is_coded=True)
+        name, reshards = self.layout.strategies[vertex.index].format, self.costs.reshard_costs
+        axes, num_bytes = maxima_of(self.costs.axis_sizes, vertex, position, spec, FORMATS[name])
+        own = None if FORMATS[name].scaled == "tensor" else (vertex.index, position)
+        key = array, operand.id, FORMATS[name].dtypes(vertex)[position], spec, own
+        if key not in self.rounded:
+            origin = StepOrigin("all_reduce", operand.vertex)
+            for axis in axes:
+                seconds = vertex.weight * reshards.maximum_s(axis, num_bytes)
+                array = self._add(self._links((axis,)), seconds, [array], origin._replace(axes=(axis,)))
+            message = Message(True, 0.0, axes, num_bytes, spec)
+            seconds = vertex.weight * reshards.rounding_s(operand, message, name)
+            array = self._add((COMPUTE,), seconds, [array], StepOrigin("compute", vertex.index))
+            self.rounded[key] = array._replace(is_coded=True)
+        return self.rounded[key]
 
     def keep(self, array: _Token, value: Value) -> tuple[_Token, _Token]:
         """Adds what encodes a value for the backward pass, and decodes it, which has the same seconds."""

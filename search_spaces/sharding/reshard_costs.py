@@ -13,6 +13,7 @@ import numpy as np
 
 from cost.base import COLLECTIVE_KINDS, Hardware, Link
 from cost.collectives import collective_lines
+from cost.compute import roofline_s
 from cost.lines import Line
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Rates, ReshardStep
@@ -25,7 +26,9 @@ from search_spaces.sharding.graph import (
     is_contraction,
     leads_to_contraction,
 )
-from search_spaces.sharding.resharding import MAXIMUM_BYTES, Paths, maximum_step
+from search_spaces.sharding.product_formats import FORMATS
+from search_spaces.sharding.resharding import MAXIMUM_BYTES, Message, Paths, maximum_step
+from search_spaces.sharding.spec import local_bytes
 
 _FREE = Link(0.0, 0.0)
 _REDUCTIONS = ("all_reduce", "reduce_scatter")
@@ -47,7 +50,7 @@ class ReshardCosts:
         links = [hardware.link(name) if n > 1 else _FREE for name, n in zip(axis_names, axis_sizes, strict=True)]
         self.rates = tuple(_rates(link, n) for link, n in zip(links, axis_sizes, strict=True))
         self.path = Paths(axis_sizes, self.rates)
-        self._combines_gathers = hardware.combines_gathers
+        self._hardware, self._combines_gathers = hardware, hardware.combines_gathers
         self.largest_s_per_byte = max((r.s_per_byte(kind) for r in self.rates for kind in r.lines), default=0.0)
         self._pairs: dict[tuple[IndexedSpec, IndexedSpec], tuple[Line, ...]] = {}
         self._grids: dict[tuple[tuple[IndexedSpec, ...], tuple[IndexedSpec, ...]], tuple[np.ndarray, np.ndarray]] = {}
@@ -61,6 +64,20 @@ class ReshardCosts:
     def maximum_s(self, axis: int, num_bytes: float = MAXIMUM_BYTES) -> float:
         """Returns the seconds in which an array's largest magnitudes, of some bytes, are found along an axis."""
         return self.step_s(maximum_step(axis), num_bytes)
+
+    def rounding_s(self, value: Value, message: Message, name: str) -> float:
+        """Returns the seconds in which a device rounds its block of a value to a format, as a message has it.
+
+        A kernel finds the largest magnitude, which reads nothing that is not at hand, and one reads the block and
+        writes its codes. A kernel that rounds rows or blocks finds theirs itself, unless rows are split.
+        """
+        if message.rounded is None:
+            return 0.0
+        to = FORMATS[name]
+        num_bytes = local_bytes(value, message.rounded, self.axis_sizes) * (1 + to.num_bytes / value.dtype.itemsize)
+        num_kernels = 2 if to.scaled == "tensor" or message.maxima else 1
+        kernel_s = float(roofline_s(0.0, num_bytes, str(value.dtype), self._hardware))
+        return kernel_s + num_kernels * self._hardware.kernel_launch_s
 
     def reshard_s(
         self,

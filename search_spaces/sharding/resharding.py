@@ -121,12 +121,14 @@ class Message(NamedTuple):
       is_coded: whether it is rounded before it is moved.
       num_bytes: of the whole array as it is moved.
       maxima: mesh axes over which its largest magnitudes are found.
+      rounded: the spec in which it is rounded; None if it is not, or if that was done for several readers.
     """
 
     is_coded: bool
     num_bytes: float
     maxima: tuple[int, ...]
     maxima_bytes: float = MAXIMUM_BYTES
+    rounded: IndexedSpec | None = None
 
 
 def message_of(
@@ -137,6 +139,7 @@ def message_of(
     reader: Vertex | None = None,
     position: int = 0,
     name: str = "",
+    is_shared: bool = False,
 ) -> Message:
     """Returns how a value goes from one spec to the one in which an operation reads it.
 
@@ -146,28 +149,36 @@ def message_of(
       target: the spec in which the operation reads it.
       reader: the operation, where it is a product in a format.
       name: of the format; "" for none.
+      is_shared: whether it is rounded to the format for several readers where it is.
     """
     if not name:
         return Message(False, float(value.num_bytes), ())
     to = FORMATS[name]
     if to.scaled != "tensor":
         assert reader is not None
-        return Message(False, float(value.num_bytes), *maxima_of(path.axis_sizes, reader, position, target, to))
+        return Message(False, float(value.num_bytes), *maxima_of(path.axis_sizes, reader, position, target, to), target)
     key = value.shape, value.dtype.itemsize, source, target
     if key not in path.messages:
         path.messages[key] = _faster_message(path, value, source, target)
-    return path.messages[key]
+    message = path.messages[key]
+    has_codes = is_shared and message.rounded == source
+    return message._replace(maxima=(), rounded=None) if has_codes else message
 
 
 def _faster_message(path: Paths, value: Value, source: IndexedSpec, target: IndexedSpec) -> Message:
     own = float(value.num_bytes)
-    coded = Message(True, own / value.dtype.itemsize, tuple(sorted(axes_in(source))))
-    exact = Message(False, own, tuple(sorted(axes_in(target))))
+    coded = Message(True, own / value.dtype.itemsize, tuple(sorted(axes_in(source))), rounded=source)
+    exact = Message(False, own, tuple(sorted(axes_in(target))), rounded=target)
     is_even = all(divides(spec, value.shape, path.axis_sizes) for spec in (source, target))  # padding has no maximum
     if source == target or not is_even:
         return exact
     steps = path(source, target)
     return min(coded, exact, key=lambda message: _seconds(path, steps, message))
+
+
+def shared_message(spec: IndexedSpec) -> Message:
+    """Returns how a value that has a spec is rounded there for several readers."""
+    return Message(True, 0.0, tuple(sorted(axes_in(spec))), rounded=spec)
 
 
 def is_message_coded(path: Any, layout: Layout, vertex: Vertex, position: int) -> bool:

@@ -44,7 +44,7 @@ from search_spaces.base import Part
 from search_spaces.sharding.base import Coded, Edge, FormatKey, GivenSpec, Layout, Node, Rule, ShardingStrategy
 from search_spaces.sharding.codes import has_feedback
 from search_spaces.sharding.device_program import DeviceProgram
-from search_spaces.sharding.edge_costs import edges_of, transfer_matrices
+from search_spaces.sharding.edge_costs import edges_of, shared_formats, transfer_matrices
 from search_spaces.sharding.execution import Execution, chosen_layout
 from search_spaces.sharding.explaining import (
     StepPrediction,
@@ -78,7 +78,9 @@ from search_spaces.sharding.whole_work import notes_of
 
 _ON_PRICES = frozenset({"node_costs", "problem", "quantities", "preference_problem", "step_problem", "least_compute_s"})
 """What of a space depends on the seconds of its nodes."""
-_ON_NODES = frozenset({"formats_of", "nodes", "_strategy_numbers", "alike", "usages", "_transfer_matrices"})
+_ON_NODES = frozenset(
+    {"formats_of", "shared_formats", "nodes", "_strategy_numbers", "alike", "usages", "_transfer_matrices"}
+)
 """What of a space depends on the strategies of its nodes."""
 _ON_MEMORY = frozenset({"kernels", "lifetimes", "usages", "residuals"})
 """What of a space depends on when the memory of values is free."""
@@ -237,7 +239,13 @@ class ShardingSpace:
         """One node for each vertex, in order, then the hubs."""
         codes = [key for key in self.format_price_s if isinstance(key, Coded)]
         hub_of = {key.vertex: self.node_of(key) for key in codes if key.kind == "kept"}
-        return with_formats(self._exact_nodes, self.formats_of, codes, hub_of, self.axis_sizes)
+        formats = self.formats_of, self.shared_formats
+        return with_formats(self._exact_nodes, *formats, codes, hub_of, self.axis_sizes)
+
+    @cached_property
+    def shared_formats(self) -> dict[int, tuple[str, ...]]:
+        """The formats to which hubs can round their values for several products, by the index of their node."""
+        return shared_formats(self.graph, self.edges, self.formats_of)
 
     @cached_property
     def _exact_nodes(self) -> list[Node]:

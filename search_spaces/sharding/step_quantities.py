@@ -14,7 +14,7 @@ from cost.edges import merge_edges
 from cost.quantities import LiveMemory, Quantities, Quantity, with_weights
 from search_spaces.sharding.base import Edge, Layout, Node
 from search_spaces.sharding.coded_sums import finished_steps
-from search_spaces.sharding.edge_costs import edge_key, messages_of, read_spec
+from search_spaces.sharding.edge_costs import edge_key, fill_formatted, messages_of, read_spec, rounding_s
 from search_spaces.sharding.graph import Graph, Vertex, is_contraction
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.opaque.operations import opaque_of
@@ -44,7 +44,7 @@ def step_quantities(
     compute, sent = _of_nodes(nodes, node_costs)
     moved = _of_edges(problem, nodes, edges, node_costs)
     columns = {HELD: 0, BESIDE: 1, WAITED: 2}
-    parts: dict[str, Quantity | LiveMemory] = {COMPUTE: Quantity(compute)}
+    parts: dict[str, Quantity | LiveMemory] = {COMPUTE: Quantity(compute, _rounding(problem, nodes, edges, node_costs))}
     for name, column in columns.items():
         parts[name] = Quantity(_columns(sent, column), _columns(moved, column))
     return parts | {MEMORY: LiveMemory(problem)}
@@ -64,9 +64,9 @@ def step_problem(preference: Problem, quantities: Quantities) -> Problem:
     assert isinstance(compute, Quantity)
     assert isinstance(beside, Quantity)
     assert isinstance(waited, Quantity)
-    zeros = [np.zeros(1)] * len(beside.edge)
+    rounding = compute.edge or [np.zeros(1)] * len(beside.edge)
     return with_weights(preference, quantities, weights)._replace(
-        load=_waits(compute.node, beside.node, waited.node), edge_load=_waits(zeros, beside.edge, waited.edge)
+        load=_waits(compute.node, beside.node, waited.node), edge_load=_waits(rounding, beside.edge, waited.edge)
     )
 
 
@@ -103,6 +103,9 @@ def _of_nodes(nodes: Sequence[Node], node_costs: NodeCosts) -> tuple[list[np.nda
 def _of_node(node: Node, node_costs: NodeCosts) -> tuple[np.ndarray, np.ndarray]:
     sent_s = np.zeros((len(node.strategies), 3, len(node_costs.axis_sizes)))
     if node.hub is not None:
+        for s, strategy in enumerate(node.strategies):
+            for axis, seconds in node_costs.shared_maxima_s(node, strategy):
+                sent_s[s, 0, axis] += seconds
         return node_costs.hub_s(node), sent_s
     vertex, shares, reshards = node.vertex, node_costs.shares, node_costs.reshard_costs
     for s, strategy in enumerate(node.strategies):
@@ -136,6 +139,28 @@ def _of_edges(
     return [merged[u, v] for u, v in np.asarray(problem.edge_nodes).reshape(-1, 2).tolist()]
 
 
+def _rounding(
+    problem: Problem, nodes: Sequence[Node], edges: Sequence[Edge], node_costs: NodeCosts
+) -> list[np.ndarray]:
+    """Returns the seconds in which values are rounded on their way, `[S_u, S_v]` for each edge, if any are."""
+    of_key: dict[Hashable, np.ndarray] = {}
+    zeros: dict[tuple[int, int], np.ndarray] = {}
+    is_any = False
+
+    def seconds(edge: Edge) -> np.ndarray:
+        nonlocal is_any
+        key = edge_key(edge, nodes, node_costs.shares)
+        if key not in of_key:
+            own = rounding_s(edge, nodes, node_costs.reshard_costs)
+            is_any = is_any or own is not None
+            shape = len(nodes[edge.node].strategies), len(nodes[edge.reader].strategies)
+            of_key[key] = zeros.setdefault(shape, np.zeros(shape)) if own is None else own
+        return of_key[key]
+
+    merged = merge_edges((edge.node, edge.reader, seconds(edge)) for edge in edges if edge.node != edge.reader)
+    return [merged[u, v] for u, v in np.asarray(problem.edge_nodes).reshape(-1, 2).tolist()] if is_any else []
+
+
 def _of_edge(edge: Edge, nodes: Sequence[Node], node_costs: NodeCosts) -> np.ndarray:
     node, reader = nodes[edge.node], nodes[edge.reader]
     shares, reshards = node_costs.shares, node_costs.reshard_costs
@@ -146,15 +171,13 @@ def _of_edge(edge: Edge, nodes: Sequence[Node], node_costs: NodeCosts) -> np.nda
     sent_s = np.moveaxis(_counted(link_s, exposed * link_s), 0, 2)
     of_pair = {}
     for pair, message in messages_of(edge, nodes, reshards.path).items():
-        link_s = edge.weight * reshards.axes_s((pair[0],), (pair[1],), message.num_bytes, latency)[0, 0]
+        link_s = edge.weight * reshards.axes_s((pair[0],), (pair[2],), message.num_bytes, latency)[0, 0]
         of_pair[pair] = _counted(link_s, exposed * link_s)
         for axis in message.maxima:
             maximum_s = edge.weight * reshards.maximum_s(axis, message.maxima_bytes)
             of_pair[pair][:, axis] += _counted(maximum_s, (exposed if message.is_coded else 1.0) * maximum_s)
     if of_pair:
-        for t, strategy in enumerate(reader.strategies):
-            if strategy.format:
-                sent_s[:, t] = [of_pair[source, targets[t], strategy.format] for source in sources]
+        fill_formatted(sent_s, edge, nodes, of_pair)
     return sent_s
 
 
@@ -191,13 +214,13 @@ def is_product(vertex: Vertex) -> bool:
     return is_contraction(vertex) or opaque_of(vertex) is not None
 
 
-def computing_of(graph: Graph, layout: Layout, node_costs: NodeCosts) -> Computing:
-    """Returns what computing with a layout is made of."""
+def computing_of(graph: Graph, layout: Layout, node_costs: NodeCosts, compute_s: np.ndarray) -> Computing:
+    """Returns what computing with a layout is made of; `compute_s` are the seconds of each vertex, with what rounds."""
     hardware = node_costs.hardware
     products_s = products_at_peak_s = traffic_s = traffic_at_peak_s = 0.0
     for vertex, strategy in zip(graph.vertices, layout.strategies, strict=True):
         seconds = node_costs.chosen_compute_s(vertex, strategy)
-        traffic_s += node_costs.chosen_keeping_s(vertex, layout)
+        traffic_s += float(compute_s[vertex.index]) - seconds
         if not seconds:
             continue
         work = node_costs.work(vertex, strategy)

@@ -115,12 +115,14 @@ def test_the_price_of_a_product_in_float8_by_hand():
     (vertex,) = products_of(space)
     strategies = space.nodes[vertex.index].strategies
     whole = next(i for i, s in enumerate(strategies) if not any(map(any, s.operands)))
-    costs = space.with_formats({(vertex.index, "float8"): 0.0}).node_costs
+    free = space.with_formats({(vertex.index, "float8"): 0.0})
     m, k, n = sizes
     exact_s = 2 * m * k * n / hardware.reached_flops_per_s("bfloat16")
     product_s = 2 * m * k * n / hardware.reached_flops_per_s("float8_e4m3fn")
     rounding_s = 3 * (m * k + k * n) / hardware.reached_memory_bytes_per_s + 4e-6
-    both_s = costs.compute_s(vertex, (strategies[whole], strategies[whole]._replace(format="float8")))
+    choice = np.array([next(i for i, s in enumerate(n.strategies) if not any(map(any, s.results))) for n in free.nodes])
+    choice[vertex.index] = whole
+    both_s = [free.predict(c).compute_s.sum() for c in (choice, in_formats(free, choice, [(vertex.index, "float8")]))]
     np.testing.assert_allclose(both_s[0] - both_s[1], exact_s - product_s - rounding_s, rtol=1e-9)
 
 
@@ -146,7 +148,10 @@ def test_the_price_of_a_message_by_hand():
         gather_s = share * costs.step_s(step, message.num_bytes, latency)
         maximum_s = share * costs.step_s(maximum_step(0), 4.0) if is_coded else 0.0
         matrix = edge_transfer_s(edge, space.nodes, costs, space.node_costs.shares)
-        np.testing.assert_allclose(matrix[source, whole[1]], gather_s + maximum_s, rtol=1e-9)
+        elements = width**2 / (2 if is_coded else 1)
+        launches_s = 2 * space.hardware.kernel_launch_s
+        rounding_s = 3 * elements / space.hardware.reached_memory_bytes_per_s + launches_s
+        np.testing.assert_allclose(matrix[source, whole[1]], gather_s + maximum_s + rounding_s, rtol=1e-9)
         exact_s = share * costs.step_s(step, 2 * width**2, latency)
         np.testing.assert_allclose(matrix[source, whole[0]], exact_s, rtol=1e-9)
         # The steps of the program take as long, without what is hidden.
@@ -184,13 +189,52 @@ def test_what_a_product_gains_is_the_difference_of_two_choices_of_the_problem():
     generator, gains = np.random.default_rng(0), {}
     for _ in range(3):
         choice = [int(generator.integers(len(node.strategies))) for node in space.nodes]
-        choice, gains = in_own_formats(space, choice), gains_s(space, choice)
+        choice = in_own_formats(space, choice)
+        gains = gains_s(space, choice)
         assert len(gains) == 8  # three forward, three of weights, two of activations
         for key, gain_s in gains.items():
             changed_s = evaluate(space.problem, in_formats(space, choice, [key])).cost
             saved_s = evaluate(space.problem, choice).cost - changed_s + space.format_price_s[key]
             assert gain_s == pytest.approx(saved_s, rel=1e-9, abs=1e-12)
     assert len(set(gains.values())) > 4
+
+
+def test_a_value_is_rounded_once_for_all_products_that_read_it():
+    """Three products of one activation by hand: its rounding counts once, in the problem, the plan and the program."""
+
+    def step(params, x):
+        hidden = jnp.tanh(x)
+        return tuple(hidden @ weights for weights in params)
+
+    m, k = 8192, 4096
+    params, x = [jax.ShapeDtypeStruct((k, k), jnp.bfloat16)] * 3, jax.ShapeDtypeStruct((m, k), jnp.bfloat16)
+    space, _ = space_for(step, params, x)
+    products = products_of(space)
+    free = space.with_formats({(v.index, "float8"): 0.0 for v in products})
+    (hub,) = free.shared_formats
+    assert free.nodes[hub].hub is products[0].operands[0]
+    # All is split by rows over the axis data, weights are whole.
+    rows = ((0,), ())
+    choice = np.array(
+        [next((i for i, s in enumerate(n.strategies) if s.results == (rows,) and not s.format), 0) for n in free.nodes]
+    )
+    hardware, costs = free.hardware, free.reshard_costs
+    own_s = 3 * m * k / 2 / hardware.reached_memory_bytes_per_s + 2 * hardware.kernel_launch_s
+    for number in (1, 2, 3):
+        keys = [(v.index, "float8") for v in products[:number]]
+        chosen = in_formats(free, choice, keys)
+        alone = chosen.copy()
+        alone[hub] = choice[hub]
+        assert (free.nodes[hub].strategies[chosen[hub]].format == "float8") == (number > 1)
+        saved_s = (number - 1) * (own_s + costs.maximum_s(0))
+        costs_s = [evaluate(free.problem, c).cost for c in (alone, chosen)]
+        np.testing.assert_allclose(costs_s[0] - costs_s[1], saved_s, rtol=1e-6, atol=1e-12)
+        steps_s = [p.compute_s.sum() + sum(t.seconds for t in p.transfers) for p in map(free.predict, (alone, chosen))]
+        np.testing.assert_allclose(steps_s[0] - steps_s[1], saved_s, rtol=1e-6, atol=1e-12)
+        program = free.program_steps(free.layout(chosen))
+        maxima = [o for o in program.origins if o.kind == "all_reduce" and o.vertex == products[0].operands[0].vertex]
+        assert len(maxima) == 1
+        np.testing.assert_array_equal(in_own_formats(free, chosen), choice)
 
 
 def test_weights_are_gathered_as_codes_with_the_same_numbers(monkeypatch):
