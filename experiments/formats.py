@@ -2,7 +2,7 @@
 
     python -m experiments.formats --models gpt [--searches 3] [--steps 100] [--seeds 3] [--budgets 0.002 0.005 0.02]
     python -m experiments.formats --joint --models gpt
-    python -m experiments.formats --compile decoder --mesh 2x4
+    python -m experiments.formats --compile decoder --mesh 2x4 [--products float8 float8_delayed]
 
 The first searches for each model and budget with several seeds, for the calls as for the solver. Increases are measured
 on a small model by looks ahead and two validation runs, and priced on a model of the same code that is wide enough for
@@ -10,7 +10,7 @@ its products to pay, on 8 GPUs. What is found stands against the simple rules, i
 the small model adds to the loss, with seeds and batches that no search had. Formats are emulated exactly on one device.
 The second holds the search for both at once against shardings first and formats afterwards, on slower and faster links
 and with less memory. The last compiles a model of `experiments.timeline_models` for H100s (the extra `gpu-compile`)
-with no product in float8 and with all that gain by it, and plays both programs back.
+with exact products and with all that gain by a format in it, and plays the programs back.
 """
 
 import argparse
@@ -210,25 +210,25 @@ def faster(link: diffshard.Link, factor: float) -> diffshard.Link:
     return dataclasses.replace(link, s_per_byte=link.s_per_byte / factor, by_kind=by_kind)
 
 
-def compiled_table(name: str, mesh_text: str, sizes: str, time_limit_s: float) -> None:
-    """Compiles a model without float8 and with it, and prints both timelines."""
+def compiled_table(name: str, mesh_text: str, sizes: str, products: Sequence[str], time_limit_s: float) -> None:
+    """Compiles a model with exact products and with those in each format that gain, and prints the timelines."""
     case = CASES[name]
     model = case.make(batch=case.batches[mesh_text], **(case.full if sizes == "full" else case.small))
     mesh = MESHES["h100"](parse_mesh(mesh_text))
     hardware = diffshard.preset("h100", dict(mesh.shape))
-    every = {group.name: 0.0 for group in groups_of(model, mesh, hardware)}
+    every = {name: {g.name: 0.0 for g in groups_of(model, mesh, hardware, [name])} for name in products}
     rows, rates = [], achievable_rates(hardware)
-    for label, increases in (("exact", {}), ("float8", every)):
+    for label, increases in (("exact", {}), *every.items()):
+        formats = diffshard.formats.Formats(ANY_LOSS, increases=increases, products=[label] if increases else products)
         step = diffshard.search(
-            model.step, mesh, hardware=hardware, time_limit_s=time_limit_s, donate_argnums=0,
-            formats=diffshard.formats.Formats(ANY_LOSS, increases=increases),
-        )  # fmt: skip
+            model.step, mesh, hardware=hardware, time_limit_s=time_limit_s, donate_argnums=0, formats=formats
+        )
         arguments = abstract_arguments(model)
         plan = step.plan(*arguments)
         hlo = step.lower(*arguments).compile().as_text() or ""
         float8 = set(re.findall(r"(%[\w.-]+) = f8\w+\[", hlo))
-        products = [re.findall(r"%[\w.-]+", operands) for operands in re.findall(r" dot\(([^)]*)\)", hlo)]
-        kernels = f"{sum(float8.issuperset(operands) for operands in products)} of {len(products)}"
+        dots = [re.findall(r"%[\w.-]+", operands) for operands in re.findall(r" dot\(([^)]*)\)", hlo)]
+        kernels = f"{sum(float8.issuperset(operands) for operands in dots)} of {len(dots)}"
         timeline = simulate(hlo, mesh.shape, rates)
         sent = sum(num_bytes for (kind, _), num_bytes in plan.collective_bytes.items() if kind == "all_gather")
         coded = len(re.findall(r"f8\w+\[[^=]*all-gather(?:-start)?\(", hlo))
@@ -259,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds of the solver for each plan")
     options = parser.parse_args(argv)
     if options.compile:
-        compiled_table(options.compile, options.mesh, options.sizes, options.time_limit)
+        compiled_table(options.compile, options.mesh, options.sizes, options.products, options.time_limit)
         return 0
     kinds = {"products": options.products, "sums": options.sums}
     for model in options.models:

@@ -297,8 +297,8 @@ class PlanData(Certified):
       shapes: the shapes of the mesh that were tried, the best first; empty where the mesh was given.
       formats: number formats that were searched together with the shardings, and what they do to the loss; None where
         the function keeps its own.
-      residuals: what devices have not sent yet of the sums that are sent with error feedback, as arrays beside the
-        argument in whose path they are; empty where no sum is.
+      residuals: what devices have not sent yet of the sums that are sent with error feedback, and the maxima of delayed
+        scales, as arrays beside the argument in whose path they are; empty where there are neither.
       stored_in: the file of a store of plans from which it was taken instead of a search; "" if it was searched.
       timeline: the step as a program for each device, played in its own order; None for other executors, where
         collectives hold arithmetic, and in plans of older versions.

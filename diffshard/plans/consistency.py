@@ -12,6 +12,7 @@ from diffshard.plans.base import Operation, PlanData, Tensor
 from diffshard.plans.plan_record import check_certificate
 from search_spaces.partition_specs import NamedSpec
 from search_spaces.sharding.codes import has_feedback
+from search_spaces.sharding.delayed_scales import NAME as DELAYED
 
 _MOST_DEVICES = 2**31  # of a mesh: more than JAX can count
 _TOLERANCE = 1e-6  # relative: sums of the same numbers in another order
@@ -19,7 +20,7 @@ _LEAST_S = 1e-12  # of seconds that are compared: less is rounding
 _TYPES = r"(?:[\w<>]+\[[\d, ]*\](?:, )?)*"
 _SIGNATURE = re.compile(rf"[^()]+\({_TYPES}\) -> {_TYPES}")
 
-_RESIDUAL = re.compile(r"(?P<owner>.+)\.residuals\['(?P<number>\d+) of (?P<digest>[0-9a-f]{8})'\]")
+_RESIDUAL = re.compile(r"(?P<owner>.+)\.residuals\['(?P<number>\d+|maxima) of (?P<digest>[0-9a-f]{8})'\]")
 """The path of a residual, see `diffshard.sharding_search.carried`."""
 
 
@@ -78,9 +79,13 @@ def _check_positions(plan: PlanData) -> None:
 
 def _check_residuals(plan: PlanData) -> None:
     numbers = [str(i) for i, operation in enumerate(plan.operations) if has_feedback(operation.sent_in)]
+    numbers += ["maxima"] * any(operation.format == DELAYED for operation in plan.operations)
     parts = [_RESIDUAL.fullmatch(tensor.path) for tensor in plan.residuals]
     if [part and part["number"] for part in parts] != numbers or len({part["digest"] for part in parts if part}) > 1:
-        raise ValueError(f"`residuals` must be of the {len(numbers)} operations that send sums with error feedback")
+        raise ValueError(
+            f"`residuals` must be of the {len(numbers)} operations that send sums with error feedback, with "
+            "maxima last where scales are delayed"
+        )
     owners = {part["owner"] for part in parts if part}
     if len(owners) > 1 or not owners <= set(plan.parameters):
         raise ValueError(f"`residuals` must go with one of `parameters`, {plan.parameters}, not {sorted(owners)}")

@@ -1,4 +1,4 @@
-"""A training state with what its planned step carries beside it: the residuals of sums with error feedback.
+"""A training state with what its planned step carries beside it: residuals of sums, and maxima for delayed scales.
 
 A step with residuals takes and returns `Carried` in the place of its state, and a step without takes and returns the
 state itself, so that a training loop is the same for all plans. `Plan.shard` makes the one of the other.
@@ -24,9 +24,10 @@ from diffshard.sharding_search.placing_arrays import parameter_of
 from diffshard.sharding_search.tracing import TracedFunction
 from search_spaces.partition_specs import named_spec
 from search_spaces.sharding.base import Layout
+from search_spaces.sharding.delayed_scales import HISTORY
 from search_spaces.sharding.graph import Graph, Value
 from search_spaces.sharding.space import ShardingSpace
-from search_spaces.sharding.sum_residuals import refitted, residuals_of
+from search_spaces.sharding.sum_residuals import MAXIMA, refitted, residuals_of
 
 
 class Carried(NamedTuple):
@@ -36,11 +37,18 @@ class Carried(NamedTuple):
       state: the user's own.
       residuals: what devices have not sent yet of each sum that is sent with error feedback, float32,
         `[devices, trips of loops, value]`. Its key is the number of its operation and a hash of how the operations of
-        the step depend on each other, so that after an edit no residual goes to another sum.
+        the step depend on each other, so that after an edit no residual goes to another sum. Under "maxima" are the
+        largest magnitudes that operands with delayed scales had in the last steps.
     """
 
     state: Any
     residuals: Mapping[str, Any]
+
+    @property
+    def overflows(self) -> int:
+        """How often an operand had numbers that its delayed scale cut off, over all steps and operands."""
+        counts = [array[..., HISTORY:].sum() for key, array in self.residuals.items() if key.startswith("maxima")]
+        return int(sum(counts))
 
 
 def carrying_parameter(traced_function: TracedFunction) -> str | None:
@@ -55,9 +63,11 @@ def carrying_parameter(traced_function: TracedFunction) -> str | None:
 def planned_residuals(traced_function: TracedFunction, space: ShardingSpace, layout: Layout) -> tuple[Tensor, ...]:
     """Returns the residuals of a layout as arrays of a plan."""
     name, digest = carrying_parameter(traced_function), _digest_of_dependencies(space.graph)
+    residuals = residuals_of(space.reshard_costs.path, space.graph, layout)
+    keys = [f"{'maxima' if r.vertex == MAXIMA else r.vertex} of {digest}" for r in residuals]
     return tuple(
-        Tensor(f"{name}.residuals['{r.vertex} of {digest}']", r.shape, "float32", named_spec(r.spec, space.axis_names))
-        for r in residuals_of(space.reshard_costs.path, space.graph, layout)
+        Tensor(f"{name}.residuals['{key}']", r.shape, "float32", named_spec(r.spec, space.axis_names))
+        for key, r in zip(keys, residuals, strict=True)
     )
 
 
@@ -143,8 +153,8 @@ def placed_residuals(plan: PlanData, mesh: Mesh, residuals: Mapping[str, Any]) -
             placed[key] = jax.jit(refitted, static_argnums=1, out_shardings=sharding)(array, shape)
     if dropped := residuals.keys() - used:
         warnings.warn(
-            f"{len(dropped)} of the residuals that are given are of sums that are sent without error feedback here, or "
-            "of another version of the function: what was not sent of them yet is left out.",
+            f"{len(dropped)} of the residuals that are given are of sums that are sent without error feedback here, of "
+            "scales that are not delayed here, or of another version of the function: they are left out.",
             stacklevel=4,
         )
     return placed

@@ -168,7 +168,9 @@ def _evaluator(
         )
     program = space.device_program(layout, mesh)
     if [residual.shape for residual in program.residuals.values()] != [tensor.shape for tensor in plan.residuals]:
-        raise PlanError("The plan has other residuals than its sums with error feedback need: search again.")
+        raise PlanError(
+            "The plan has other residuals than its sums with error feedback and its delayed scales need: search again."
+        )
     return program
 
 

@@ -64,8 +64,10 @@ class Formats:
       measured_fn: the function that `calls` and `validation_runs` are of, where the searched one is too large for one
         device: a narrower model of the same code, whose products have the same names. None takes the searched one.
       products: the formats that products may be in, besides their own: "float8" (with a scale for each tensor),
-        "float8_rows" and "int8" (a scale for each row of what is contracted), "float4" (e2m1, a scale for 32 numbers).
-        The hardware must have the rate of each.
+        "float8_delayed" (the same, by the largest magnitudes of the last steps), "float8_rows" and "int8" (a scale for
+        each row of what is contracted), "float4" (e2m1, a scale for 32 numbers). The hardware must have the rate of
+        each. Where a plan has products with delayed scales the step takes and returns a `Carried` in the place of the
+        state.
       sums: the formats of codes in which partial sums, as those of gradients, may be sent between devices: "bfloat16",
         "float8", "int8" and "int4". Of those with as many bits as the sums themselves nothing is sent. Each may end
         with " with error feedback", for sums of gradients: what rounding loses is added in the next step. Where a plan

@@ -9,7 +9,7 @@ from cost.compute import CONTRACTIONS
 from search_spaces.communication.base import BFLOAT16, FLOAT8, INT4, INT8, Precision
 from search_spaces.sharding.graph import Graph, Vertex, leads_to_contraction
 from search_spaces.sharding.local_operations import combiner
-from search_spaces.sharding.product_formats import is_backward
+from search_spaces.sharding.product_formats import UNCERTAIN, is_backward
 
 FORMATS: dict[str, Precision] = {"bfloat16": BFLOAT16, "float8": FLOAT8, "int8": INT8, "int4": INT4}
 """The formats of codes, by name."""
@@ -19,8 +19,6 @@ SUMS = (*FORMATS, *(name + FEEDBACK for name in FORMATS))
 """The names of the formats in which sums can be sent."""
 _SUMS = {*CONTRACTIONS, "scatter-add"}
 """Operations whose partial sums are as large as weights or activations."""
-_UNCERTAIN = ("while", "cond")
-"""Primitives whose bodies may run any number of times."""
 
 
 def has_feedback(name: str) -> bool:
@@ -39,7 +37,7 @@ def sums_in(vertex: Vertex, name: str) -> bool:
     With error feedback they have to be there in each step: not in a branch, or in a loop of unknown length.
     """
     is_sum = vertex.primitive in _SUMS and len(vertex.results) == 1 and combiner(vertex) == "sum"
-    is_certain = all(caller.primitive.name not in _UNCERTAIN for caller in vertex.callers)
+    is_certain = all(caller.primitive.name not in UNCERTAIN for caller in vertex.callers)
     is_narrow = is_sum and is_narrower(name.removesuffix(FEEDBACK), vertex.results[0].dtype)
     return is_narrow and (is_certain or not has_feedback(name))
 

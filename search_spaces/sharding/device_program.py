@@ -6,6 +6,7 @@ where a reduction is finished, where a stored array is gathered for its readers,
 than the one in which it receives a value.
 """
 
+import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -24,6 +25,7 @@ from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy
 from search_spaces.sharding.coded_sums import coded_sum, finish_sum
 from search_spaces.sharding.codes import FORMATS as CODES
 from search_spaces.sharding.codes import precision_of
+from search_spaces.sharding.delayed_scales import DelayedScales, Scales
 from search_spaces.sharding.executor import Flow, Keeping, ReadOperand
 from search_spaces.sharding.given import rank_of
 from search_spaces.sharding.graph import Graph, Value, Vertex, follows_contraction
@@ -36,7 +38,7 @@ from search_spaces.sharding.product_formats import FORMATS
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.schedule import ProgramSchedule
 from search_spaces.sharding.spec import replicated_spec
-from search_spaces.sharding.sum_residuals import residuals_of
+from search_spaces.sharding.sum_residuals import MAXIMA, residuals_of
 from search_spaces.sharding.whole_operations import whole_operations
 
 
@@ -49,6 +51,8 @@ class DeviceProgram:
       path: the steps between two specs: those that were priced.
       late: what is kept as codes for the backward pass.
     """
+
+    delayed: DelayedScales | None = None  # of a run
 
     def __init__(
         self,
@@ -77,15 +81,19 @@ class DeviceProgram:
         constants = [layout.strategies[v.index].unreduced[0] for v in self.graph.constants]
         own = [residual.spec for residual in self.residuals.values()]
         flow = Flow(lay_out=self.lay_out)
-        interpreter = GraphInterpreter(
-            self.graph, layout, self.path, self, self.schedule, flow, self.encode, self.keeping
-        )
 
         def run(inputs: list[Any], constants: list[Any], residuals: list[Any]) -> list[Any]:
-            parts = [residual[0] for residual in residuals]  # of several devices' residuals, that of this one
-            results = interpreter(inputs, constants, dict(zip(self.residuals, parts, strict=True)))
+            # Of several devices' residuals, that of this one.
+            parts = dict(zip(self.residuals, (residual[0] for residual in residuals), strict=True))
+            own = copy.copy(self)
+            own.delayed = self._delayed(parts.pop(MAXIMA)) if MAXIMA in parts else None
+            interpreter = GraphInterpreter(
+                self.graph, layout, self.path, own, self.schedule, flow, own.encode, self.keeping, own.delayed
+            )
+            results = interpreter(inputs, constants, parts)
             num_results = len(layout.output_specs)
-            return [*results[:num_results], *(part[None] for part in results[num_results:])]
+            after = [] if own.delayed is None else [own.delayed.after(self.blocks.axis_names)]
+            return [*results[:num_results], *(part[None] for part in (*results[num_results:], *after))]
 
         program = jax.shard_map(
             run,
@@ -98,6 +106,10 @@ class DeviceProgram:
 
     def _partition_spec(self, spec: IndexedSpec) -> PartitionSpec:
         return partition_spec(named_spec(spec, self.blocks.axis_names))
+
+    def _delayed(self, maxima: Any) -> DelayedScales:
+        products = [vertex for vertex, name in self.layout.rounded if FORMATS[name].is_delayed]
+        return DelayedScales(Scales.of(self.graph), products, maxima)
 
     # `interpreter.Arrays`: blocks of one device.
 
@@ -146,6 +158,9 @@ class DeviceProgram:
     def encode(self, array: Any, vertex: Vertex, position: int, spec: IndexedSpec) -> Codes:
         """Rounds a block of an operand, which has a spec, to the format in which a product reads it."""
         to = FORMATS[self.layout.strategies[vertex.index].format]
+        if to.is_delayed:
+            assert self.delayed is not None
+            return Codes(*self.delayed.rounded(array, vertex, position))
         axes = [self.blocks.axis_names[axis] for axis in to.maxima(vertex, position, spec)]
         return rounded(array, vertex, position, to, axes)
 

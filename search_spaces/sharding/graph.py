@@ -103,6 +103,11 @@ class Vertex:
         return "" if self.equation is None else user_source(self.equation, self.callers)
 
 
+def trips_of(vertex: Vertex) -> tuple[int, ...]:
+    """Returns the lengths of the loops around an operation, the outermost first."""
+    return tuple(caller.params["length"] for caller in vertex.callers if caller.primitive.name == "scan")
+
+
 @dataclass(eq=False)
 class Region:
     """An equation that runs blocks: a scan, a while loop, a branch, a rematerialised region.

@@ -8,7 +8,7 @@ how it is resharded and computed with is left to `Arrays`.
 
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.replay import REMAT
 from search_spaces.sharding.base import Layout, ShardingStrategy
+from search_spaces.sharding.delayed_scales import DelayedScales
 from search_spaces.sharding.executor import Arrays, Encode, Flow, Keeping, Path
 from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex
 from search_spaces.sharding.kept_codes import LateReads
@@ -56,6 +57,7 @@ class GraphInterpreter:
       schedule: where the program pauses; without pauses the compiler orders it.
       encode: what rounds an operand before it is moved; needed where the layout has products in float8.
       keeping: how values are kept as codes, where the layout has any.
+      delayed: the scales of operands that have those of earlier steps.
     """
 
     def __init__(
@@ -68,9 +70,10 @@ class GraphInterpreter:
         flow: Flow = Flow(),  # noqa: B008, immutable
         encode: Encode | None = None,
         keeping: Keeping | None = None,
+        delayed: DelayedScales | None = None,
     ):
         self.graph, self.layout, self.path, self.arrays, self.schedule = graph, layout, path, arrays, schedule
-        self.flow, self.encode, self.keeping = flow, encode, keeping
+        self.flow, self.encode, self.keeping, self.delayed = flow, encode, keeping, delayed
         self.late = LateReads() if keeping is None else keeping.late
 
     def __call__(
@@ -305,15 +308,19 @@ class GraphInterpreter:
 
     def _scan(self, env: Environment, region: Region) -> None:
         stacks = [self.graph.vertices[v.vertex] for v in region.results[len(region.carries) :]]
-        residuals = [key for key in map(_Residual, sorted(region.blocks[0].operations())) if key in env]
+        vertices, delayed = sorted(region.blocks[0].operations()), self.delayed
+        residuals = [key for key in map(_Residual, vertices) if key in env]
+        scales = delayed.of_loop(vertices) if delayed is not None else []
+        first_residual, first_scale = len(region.slices), len(region.slices) + len(residuals)
 
         def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
             slices = [x if c is None else self._decoded(x, c) for x, c in zip(xs, coded, strict=False)]
             inner = self._inside(env, [*region.carries, *region.slices], [*carry, *slices])
-            inner.maps[-1].update(zip(residuals, xs[len(region.slices) :], strict=True))
-            self._steps(inner, region.blocks[0].steps)
+            inner.maps[-1].update(zip(residuals, xs[first_residual:first_scale], strict=True))
+            with delayed.trip(scales, xs[first_scale:]) if delayed is not None else nullcontext([]) as found:
+                self._steps(inner, region.blocks[0].steps)
             ys = [self._stacked(inner, stack) for stack in stacks]
-            return self._next(inner, region.carries), [*ys, *(inner[key] for key in residuals)]
+            return self._next(inner, region.carries), [*ys, *(inner[key] for key in residuals), *found]
 
         coded = list(map(self._kept_stack, region.slices))
         xs = [
@@ -321,8 +328,11 @@ class GraphInterpreter:
             for vertex, stack in zip(region.slices, coded, strict=True)
         ]
         xs += [env[key] for key in residuals]
+        xs += delayed.now(scales) if delayed is not None else []
         carry, ys = self.flow.scan(region.equation, body, self._initial(env, region.carries), xs)
-        env.maps[-1].update(zip(residuals, ys[len(stacks) :], strict=True))
+        env.maps[-1].update(zip(residuals, ys[len(stacks) :], strict=False))
+        if delayed is not None:
+            delayed.found_in_loop(scales, ys[len(stacks) + len(residuals) :])
         for vertex, array in zip(region.carries, carry, strict=True):
             self._leave(env, vertex, array, 1)
         for stack, array in zip(stacks, ys, strict=False):

@@ -13,7 +13,7 @@ from search_spaces.sharding.coded_sums import finished_steps
 from search_spaces.sharding.codes import FORMATS as CODES
 from search_spaces.sharding.codes import precision_of
 from search_spaces.sharding.fusion import PICKS
-from search_spaces.sharding.graph import Operand, Value, Vertex, copies_over_host_link
+from search_spaces.sharding.graph import Operand, Value, Vertex, copies_over_host_link, trips_of
 from search_spaces.sharding.kernels import Kernels
 from search_spaces.sharding.opaque.operations import local_operands, local_work, opaque_of, own_collectives
 from search_spaces.sharding.own_collectives import (
@@ -32,7 +32,7 @@ from search_spaces.sharding.product_formats import (
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
 from search_spaces.sharding.resharding import shared_message
 from search_spaces.sharding.spec import local_bytes, shards
-from search_spaces.sharding.sum_residuals import BYTES, residual_of, trips_of
+from search_spaces.sharding.sum_residuals import BYTES, residual_of
 
 UPDATES = {
     "dynamic_update_slice": 1,
@@ -290,14 +290,14 @@ class NodeCosts:
         """Returns the seconds in which a hub rounds its value for several products, if it does."""
         if node.hub is None or not strategy.format:
             return 0.0
-        message = shared_message(strategy.results[0])
+        message = shared_message(strategy.results[0], strategy.format)
         return node.vertex.weight * self.reshard_costs.rounding_s(node.hub, message, strategy.format)
 
     def shared_maxima_s(self, node: Node, strategy: ShardingStrategy) -> list[tuple[int, float]]:
         """Returns the mesh axes over which a hub finds the largest magnitude that it rounds by, with their seconds."""
         if node.hub is None or not strategy.format:
             return []
-        axes = shared_message(strategy.results[0]).maxima
+        axes = shared_message(strategy.results[0], strategy.format).maxima
         return [(axis, node.vertex.weight * self.reshard_costs.maximum_s(axis)) for axis in axes]
 
     def chosen_keeping_s(self, vertex: Vertex, layout: Layout) -> float:

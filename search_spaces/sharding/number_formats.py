@@ -25,13 +25,14 @@ from search_spaces.sharding.base import Layout, ReshardStep, Rule
 from search_spaces.sharding.coded_sums import part_residuals, sum_in_parts
 from search_spaces.sharding.codes import FORMATS as CODES
 from search_spaces.sharding.codes import has_feedback, precision_of, sums_in
+from search_spaces.sharding.delayed_scales import DelayedScales, Scales
 from search_spaces.sharding.executor import Keeping, ReadOperand
-from search_spaces.sharding.graph import Graph, Value, Vertex
+from search_spaces.sharding.graph import Graph, Value, Vertex, trips_of
 from search_spaces.sharding.interpreter import GraphInterpreter
 from search_spaces.sharding.kept_codes import LateReads
 from search_spaces.sharding.product_formats import BLOCK, ProductFormat, contracted, takes, takes_formats
 from search_spaces.sharding.schedule import ProgramSchedule
-from search_spaces.sharding.sum_residuals import trips_of
+from search_spaces.sharding.sum_residuals import MAXIMA
 
 
 class Codes(NamedTuple):
@@ -143,6 +144,7 @@ class MixedProducts:
         self.graph, self.layout, self.row_of = graph, layout.with_formats(()), row_of
         self.formats, self.sums = tuple(formats), sums or SumsInParts((), (), 1)
         self.kept = kept or KeptInCodes((), LateReads())
+        self.scales = Scales.of(graph)
 
     def counting(self, on_overflow: Callable[[int, int], None]) -> "MixedProducts":
         """Returns the same with a function that is called on the host where an operand in a format has no scale.
@@ -160,19 +162,26 @@ class MixedProducts:
 
         Args:
           weights: `[rows, formats, sums and kept]`, float32.
-          residuals: of sums with error feedback, as `first_residuals` or the last step returned them.
+          residuals: of sums with error feedback, and maxima of delayed scales, as `first_residuals` or the last step
+            returned them.
         """
-        arrays = _Mixed(self.row_of, self.formats, self.sums, weights, self.on_overflow)
+        residuals = dict(residuals)
+        delayed = DelayedScales(self.scales, self.row_of, residuals.pop(MAXIMA)) if MAXIMA in residuals else None
+        arrays = _Mixed(self.row_of, self.formats, self.sums, weights, self.on_overflow, delayed)
         keeping = Keeping(self._keeper(weights), lambda mixed, value: mixed, self.kept.late)
         path = cast(Any, lambda source, target: ())
-        run = GraphInterpreter(self.graph, self.layout, path, arrays, ProgramSchedule(), keeping=keeping)
+        schedule = ProgramSchedule()
+        run = GraphInterpreter(self.graph, self.layout, path, arrays, schedule, keeping=keeping, delayed=delayed)
         results = run(arguments, self.graph.constant_arrays, residuals)
         num_results = len(self.graph.outputs)
-        return results[:num_results], dict(zip(residuals, results[num_results:], strict=True))
+        after = dict(zip(residuals, results[num_results:], strict=True))
+        return results[:num_results], after | ({} if delayed is None else {MAXIMA: delayed.after()})
 
     def first_residuals(self) -> dict[int, Any]:
-        """Returns the residuals before the first step, by vertex and the name of the format: zeros."""
+        """Returns the residuals before the first step, by vertex and the name of the format, and the maxima: zeros."""
         residuals = {}
+        if any(to.is_delayed for to in self.formats):
+            residuals[MAXIMA] = jnp.zeros(self.scales.shape, jnp.float32)
         for vertex in (self.graph.vertices[index] for index in sorted(self.row_of)):
             names = [name for name in self.sums.formats_of(vertex) if has_feedback(name)]
             rule = self.sums.rules[vertex.index] if names else None
@@ -238,9 +247,10 @@ class _Mixed:
         sums: SumsInParts,
         weights: jax.Array,
         on_overflow: Callable[[int, int], None] | None,
+        delayed: DelayedScales | None,
     ):
         self.row_of, self.formats, self.sums, self.weights = row_of, formats, sums, weights
-        self.on_overflow = on_overflow
+        self.on_overflow, self.delayed = on_overflow, delayed
 
     def reshard(self, array: Any, value: Value, source: Any, steps: Sequence[ReshardStep]) -> Any:
         del value, source, steps
@@ -274,10 +284,16 @@ class _Mixed:
             if not takes(vertex, to.name):
                 ways.append(exact)
                 continue
-            codes = rounded(array, vertex, position, to, ())
+            if to.is_delayed:
+                assert self.delayed is not None
+                codes = Codes(*self.delayed.rounded(array, vertex, position))
+                told_by = self.delayed.found(vertex, position)
+            else:
+                codes = rounded(array, vertex, position, to, ())
+                told_by = codes.scale
             ways.append(numbers_of(codes, dim[-1] if dim else 0))
             if self.on_overflow is not None:
-                has_none = (self.weights[row, column] > 0) & ~jnp.all(jnp.isfinite(codes.scale.astype(jnp.float32)))
+                has_none = (self.weights[row, column] > 0) & ~jnp.all(jnp.isfinite(told_by.astype(jnp.float32)))
                 report = partial(jax.debug.callback, partial(self.on_overflow, row, column))
                 lax.cond(has_none, report, lambda: None)
         return _mixture(exact, lax.stop_gradient(jnp.stack(ways)), self.weights[row, : len(ways)])

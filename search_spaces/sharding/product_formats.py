@@ -19,6 +19,8 @@ from search_spaces.sharding.spec import axes_in
 
 FormattedProduct = tuple[int, str]
 """A product in a format: the index of its vertex, and the name of the format."""
+UNCERTAIN = ("while", "cond")
+"""Primitives whose bodies may run any number of times."""
 BLOCK = 32
 """Numbers that share a scale in formats of blocks."""
 
@@ -31,6 +33,7 @@ class ProductFormat(NamedTuple):
       cotangents: of a cotangent, in float8 with a wider range.
       scaled: what has a scale of its own: a tensor, each row of what the product contracts, or each block of a row.
       num_bytes: of one number with its part of the scales.
+      is_delayed: whether scales are those of earlier steps (`delayed_scales`).
     """
 
     name: str
@@ -39,15 +42,16 @@ class ProductFormat(NamedTuple):
     cotangents: Any
     scaled: Literal["tensor", "row", "block"]
     num_bytes: float
+    is_delayed: bool = False
 
     def dtypes(self, vertex: Vertex) -> tuple[Any, Any]:
         """Returns the dtypes of the operands of a product."""
         return self.cotangents if is_backward(vertex) else self.dtype, self.dtype
 
     def maxima(self, vertex: Vertex, position: int, spec: IndexedSpec) -> tuple[int, ...]:
-        """Returns the mesh axes over which an operand's largest magnitudes are found, if it has a spec."""
+        """Returns the mesh axes over which a product waits for largest magnitudes of an operand, if that has a spec."""
         if self.scaled == "tensor":
-            return tuple(sorted(axes_in(spec)))
+            return () if self.is_delayed else tuple(sorted(axes_in(spec)))
         return tuple(sorted(axis for d in contracted(vertex, position) for axis in spec[d]))
 
 
@@ -56,6 +60,7 @@ FORMATS = {
     f.name: f
     for f in (
         ProductFormat("float8", _FLOAT8, jnp.float8_e4m3fn, jnp.float8_e5m2, "tensor", 1.0),
+        ProductFormat("float8_delayed", _FLOAT8, jnp.float8_e4m3fn, jnp.float8_e5m2, "tensor", 1.0, is_delayed=True),
         ProductFormat("float8_rows", _FLOAT8, jnp.float8_e4m3fn, jnp.float8_e5m2, "row", 1.0),
         ProductFormat("int8", "int8", jnp.int8, jnp.int8, "row", 1.0),
         ProductFormat("float4", "float4_e2m1fn", jnp.float4_e2m1fn, jnp.float4_e2m1fn, "block", 0.5 + 1 / BLOCK),
@@ -73,8 +78,15 @@ def takes_formats(vertex: Vertex) -> bool:
 
 
 def takes(vertex: Vertex, name: str) -> bool:
-    """Tells whether an operation is a product that can be in a format: one of blocks contracts whole blocks."""
-    return takes_formats(vertex) and (FORMATS[name].scaled != "block" or has_whole_blocks(vertex))
+    """Tells whether an operation is a product that can be in a format.
+
+    One of blocks contracts whole blocks. One with delayed scales runs in each step: not in a branch, or in a loop of
+    unknown length.
+    """
+    to = FORMATS[name]
+    if not takes_formats(vertex) or (to.scaled == "block" and not has_whole_blocks(vertex)):
+        return False
+    return not to.is_delayed or all(caller.primitive.name not in UNCERTAIN for caller in vertex.callers)
 
 
 def has_whole_blocks(vertex: Vertex, num_parts: int = 1) -> bool:

@@ -157,18 +157,19 @@ def message_of(
     if to.scaled != "tensor":
         assert reader is not None
         return Message(False, float(value.num_bytes), *maxima_of(path.axis_sizes, reader, position, target, to), target)
-    key = value.shape, value.dtype.itemsize, source, target
+    key = value.shape, value.dtype.itemsize, source, target, to.is_delayed
     if key not in path.messages:
-        path.messages[key] = _faster_message(path, value, source, target)
+        path.messages[key] = _faster_message(path, value, source, target, to.is_delayed)
     message = path.messages[key]
     has_codes = is_shared and message.rounded == source
     return message._replace(maxima=(), rounded=None) if has_codes else message
 
 
-def _faster_message(path: Paths, value: Value, source: IndexedSpec, target: IndexedSpec) -> Message:
+def _faster_message(path: Paths, value: Value, source: IndexedSpec, target: IndexedSpec, is_delayed: bool) -> Message:
     own = float(value.num_bytes)
-    coded = Message(True, own / value.dtype.itemsize, tuple(sorted(axes_in(source))), rounded=source)
-    exact = Message(False, own, tuple(sorted(axes_in(target))), rounded=target)
+    before, after = (() if is_delayed else tuple(sorted(axes_in(spec))) for spec in (source, target))
+    coded = Message(True, own / value.dtype.itemsize, before, rounded=source)
+    exact = Message(False, own, after, rounded=target)
     is_even = all(divides(spec, value.shape, path.axis_sizes) for spec in (source, target))  # padding has no maximum
     if source == target or not is_even:
         return exact
@@ -176,9 +177,9 @@ def _faster_message(path: Paths, value: Value, source: IndexedSpec, target: Inde
     return min(coded, exact, key=lambda message: _seconds(path, steps, message))
 
 
-def shared_message(spec: IndexedSpec) -> Message:
-    """Returns how a value that has a spec is rounded there for several readers."""
-    return Message(True, 0.0, tuple(sorted(axes_in(spec))), rounded=spec)
+def shared_message(spec: IndexedSpec, name: str) -> Message:
+    """Returns how a value that has a spec is rounded there to a format for several readers."""
+    return Message(True, 0.0, () if FORMATS[name].is_delayed else tuple(sorted(axes_in(spec))), rounded=spec)
 
 
 def is_message_coded(path: Any, layout: Layout, vertex: Vertex, position: int) -> bool:

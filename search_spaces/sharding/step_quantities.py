@@ -169,10 +169,13 @@ def _of_edge(edge: Edge, nodes: Sequence[Node], node_costs: NodeCosts) -> np.nda
     targets = tuple(read_spec(reader, edge.operand, s) for s in range(len(reader.strategies)))
     link_s = edge.weight * reshards.axes_s(sources, targets, float(edge.value.num_bytes), latency)
     sent_s = np.moveaxis(_counted(link_s, exposed * link_s), 0, 2)
-    of_pair = {}
+    of_pair, moved_s = {}, {}
     for pair, message in messages_of(edge, nodes, reshards.path).items():
-        link_s = edge.weight * reshards.axes_s((pair[0],), (pair[2],), message.num_bytes, latency)[0, 0]
-        of_pair[pair] = _counted(link_s, exposed * link_s)
+        move = (pair[0],), (pair[2],), message.num_bytes
+        if move not in moved_s:
+            link_s = edge.weight * reshards.axes_s(*move, latency)[0, 0]
+            moved_s[move] = _counted(link_s, exposed * link_s)
+        of_pair[pair] = moved_s[move].copy()
         for axis in message.maxima:
             maximum_s = edge.weight * reshards.maximum_s(axis, message.maxima_bytes)
             of_pair[pair][:, axis] += _counted(maximum_s, (exposed if message.is_coded else 1.0) * maximum_s)

@@ -15,19 +15,22 @@ from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Layout, Node, ShardingStrategy
 from search_spaces.sharding.coded_sums import coded_sum
 from search_spaces.sharding.codes import has_feedback
-from search_spaces.sharding.graph import Graph, Vertex
+from search_spaces.sharding.delayed_scales import NAME, Scales
+from search_spaces.sharding.graph import Graph, Vertex, trips_of
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.spec import shards
 
 BYTES = 4
 """Bytes of one number of a residual: float32."""
+MAXIMA = -1
+"""In the place of an operation: the largest magnitudes of earlier steps, which a step carries as it does residuals."""
 
 
 class SumResidual(NamedTuple):
     """The residuals of one operation's partial sums.
 
     Attributes:
-      vertex: the index of the operation.
+      vertex: the index of the operation; or `MAXIMA`, for those of all operands with delayed scales.
       shape: `[devices that share the sum, trips of each loop around the operation, value]`, float32. A dimension of the
         value is one for each mesh axis that splits its sums, and one for what is left of it.
       rows: dimensions of the value in this array along which each device's part is cut, to be sent to others.
@@ -51,11 +54,6 @@ class SumResidual(NamedTuple):
         return jnp.moveaxis(array, range(len(self.rows)), self.rows)
 
 
-def trips_of(vertex: Vertex) -> tuple[int, ...]:
-    """Returns the lengths of the loops around an operation, the outermost first."""
-    return tuple(caller.params["length"] for caller in vertex.callers if caller.primitive.name == "scan")
-
-
 def residual_of(path: Paths, vertex: Vertex, strategy: ShardingStrategy) -> SumResidual | None:
     """Returns the residuals that a strategy of an operation keeps; None if it keeps none."""
     if not has_feedback(strategy.sent_in):
@@ -76,9 +74,12 @@ def residual_of(path: Paths, vertex: Vertex, strategy: ShardingStrategy) -> SumR
 
 
 def residuals_of(path: Paths, graph: Graph, layout: Layout) -> tuple[SumResidual, ...]:
-    """Returns the residuals that a layout's program takes and returns, in the order of their operations."""
+    """Returns what a layout's program takes and returns: residuals in the order of operations, and then maxima."""
     residuals = (residual_of(path, vertex, layout.strategies[vertex.index]) for vertex in graph.operations())
-    return tuple(residual for residual in residuals if residual is not None)
+    found = tuple(residual for residual in residuals if residual is not None)
+    if all(name != NAME for _, name in layout.rounded):
+        return found
+    return (*found, SumResidual(MAXIMA, (1, *Scales.of(graph).shape), ((), (), ()), ()))
 
 
 def bytes_of_strategies(path: Paths, nodes: Iterable[Node], is_donated: bool) -> dict[int, list[float]]:

@@ -93,7 +93,7 @@ def test_a_plan_runs_as_it_is_measured_is_saved_and_applied(name, tmp_path):
         ("h100", ("float4",), ValueError, r"H100.* no rate for float4_e2m1fn, .* float4 need: .* may have float8, "),
         ("a100", ("float8",), ValueError, r"A100.* may have int8\."),
         ("v100", ("int8",), ValueError, r"V100.* may have none of the formats"),
-        ("h100", ("float6",), ValueError, r"'float6', which is no format; there are float8, float8_rows, int8, float4"),
+        ("h100", ("float6",), ValueError, r"'float6', which is no format; there are float8, float8_delayed, "),
         ("h100", ("int8", "int8"), ValueError, "each format once"),
         ("h100", "int8", TypeError, "must be a list or tuple"),
         ("h100", (), ValueError, "neither `products` nor `sums` nor `kept`"),
