@@ -21,9 +21,9 @@ from diffshard.pipelines.plan import PipelinePlan
 from diffshard.plans.comparison import Comparison
 from diffshard.processes import errors_for_all
 from diffshard.sharding_search.mesh_candidates import mesh_of_all
+from diffshard.sharding_search.number_formats import carried_formats
 from diffshard.sharding_search.options import argument_names
 from diffshard.sharding_search.plan import Plan
-from search_spaces.sharding.codes import has_feedback
 
 if TYPE_CHECKING:
     from diffshard.baselines.plans import BaselinePlans
@@ -149,9 +149,9 @@ def search(
     with errors_for_all(mesh if devices is None else mesh_of_all(devices), "search a plan"):
         if not callable(fn):
             raise TypeError(f"`fn` must be a function, not {type(fn).__name__}.")
-        if any(map(has_feedback, getattr(options.get("formats"), "sums", ()))):
+        if carried := carried_formats(options.get("formats")):
             raise ValueError(
-                "`Formats.sums` has a format with error feedback, whose residuals go with the state of a training, and "
+                f"{carried[0]}, whose residuals go with the state of a training, and "
                 "modules have no place for them. Give a function of states (`nnx.split`) to `diffshard.search`."
             )
         static_argnames = (*argument_names(options.pop("static_argnames", ())), _GRAPH)

@@ -1,14 +1,15 @@
 """Sums and kept arrays as codes: what they do to the loss of a training, and the time of compiled programs with them.
 
     python -m experiments.codes [--model gpt] [--steps 200] [--seeds 2] [--devices 8]
+    python -m experiments.codes --kinds --products float8 float8_delayed
     python -m experiments.codes --compile decoder --mesh 4x8 [--links 0.25] [--exposed-share 0.8] [--formats int8]
 
 The first trains a small model from the start on one device, which sums in as many parts as devices would, with the sums
 of all gradients in each format, without error feedback and with it, and with all arrays of the forward pass kept in it.
-The second compiles a model of `experiments.timeline_models` for H100s (the extra `gpu-compile`) with sums as they are,
-and in each format wherever that gains, whatever the loss says, for links between hosts of some share of the preset's
-bandwidth; and plays the programs back. `experiments.remat` compiles plans that keep arrays as codes under memory
-limits.
+The second trains with all products in each format. The third compiles a model of `experiments.timeline_models` for
+H100s (the extra `gpu-compile`) with sums as they are, and in each format wherever that gains, whatever the loss says,
+for links between hosts of some share of the preset's bandwidth; and plays the programs back. `experiments.remat`
+compiles plans that keep arrays as codes under memory limits.
 """
 
 import argparse
@@ -30,16 +31,28 @@ from experiments.tables import print_table
 from experiments.targets import MESHES
 from experiments.timeline_models import CASES
 from search_spaces.sharding.codes import FEEDBACK, FORMATS
+from search_spaces.sharding.product_formats import FORMATS as PRODUCTS
 
 
 def training_table(
-    setting: Setting, names: Sequence[str], kinds: Sequence[str], steps: int, seeds: int, num_devices: int
+    setting: Setting,
+    names: Sequence[str],
+    kinds: Sequence[str],
+    products: Sequence[str],
+    steps: int,
+    seeds: int,
+    num_devices: int,
 ) -> None:
-    """Trains with everything exact, and with each kind of codes in each format, and prints the losses."""
+    """Trains with everything exact, with each kind of codes in each format, and with all products in each format."""
     sums = [*names, *(name + FEEDBACK for name in names)] if "sums" in kinds else []
-    losses = setting.losses(steps, seeds, num_devices, products=(), sums=sums, kept=names if "kept" in kinds else [])
-    chosen = [group for group in losses.groups.values() if group.place in (GRADIENTS, KEPT)]
+    kept = names if "kept" in kinds else []
+    losses = setting.losses(steps, seeds, num_devices, products=products, sums=sums, kept=kept)
+    groups = losses.groups.values()
+    chosen = [group for group in groups if group.place in (GRADIENTS, KEPT)]
     members = {"exact": frozenset(), **{group.name: group.members for group in chosen}}
+    for name in products:
+        own = (group.members for group in groups if group.kind == "product" and group.format == name)
+        members[f"all products in {name}"] = frozenset().union(*own)
     rows, exact = [], []
     for name, keys in members.items():
         late = losses.late_losses(keys)
@@ -95,7 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=200, help="of each training")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--devices", type=int, default=8, help="that share each sum")
-    parser.add_argument("--kinds", nargs="+", choices=("sums", "kept"), default=["sums", "kept"])
+    parser.add_argument("--kinds", nargs="*", choices=("sums", "kept"), default=["sums", "kept"])
+    parser.add_argument("--products", nargs="*", choices=PRODUCTS, default=[], help="formats of all products")
     parser.add_argument(
         "--sgd", type=float, help="train the GPT by SGD with momentum 0.9 at this step size, not by adamw"
     )
@@ -116,7 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         setting = Setting.of(options.model, options.sizes)
         if options.sgd is not None:
             setting = setting.with_small(optimizer=optax.sgd(options.sgd, momentum=0.9))
-        training_table(setting, options.formats, options.kinds, options.steps, options.seeds, options.devices)
+        kinds = options.kinds, options.products
+        training_table(setting, options.formats, *kinds, options.steps, options.seeds, options.devices)
     return 0
 
 

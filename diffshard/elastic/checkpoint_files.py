@@ -64,7 +64,7 @@ class SavedArray:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint; `residuals` are of sums with error feedback, by their keys in `formats.Carried`."""
+    """A whole checkpoint; `residuals` are those of `formats.Carried`, by their keys."""
 
     folder: str
     num_steps: Count

@@ -137,7 +137,7 @@ def resume(
                 if plan.residuals and parameter_of(plan.residuals[0]) != plan.parameters[0]:
                     raise ValueError(
                         f"`{plan.parameters[0]}` must be the largest argument that `fn` returns anew, for sums with "
-                        f"error feedback, whose residuals are saved with the state: "
+                        "error feedback and delayed scales, whose residuals are saved with the state: "
                         f"`{parameter_of(plan.residuals[0])}` is larger."
                     )
         except BaseException:

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -36,7 +37,7 @@ PlanT = TypeVar("PlanT", Plan, PipelinePlan)
 STATE = "state"
 """What the state is called in checkpoints and messages, whatever the function calls its argument."""
 _RESIDUAL = "residuals of operation "
-"""What the residuals of sums with error feedback are called in checkpoints, before their keys."""
+"""What the arrays of `formats.Carried.residuals` are called in checkpoints, before their keys."""
 
 
 class Training(Generic[PlanT]):
@@ -73,7 +74,7 @@ class Training(Generic[PlanT]):
         self._directory, self._ownership = directory, ownership
         self._save_interval_steps, self._max_to_keep = save_interval_steps, max_to_keep
         self._is_closed = False
-        self._last_saved = self.num_steps
+        self._last_saved, self._num_overflows = self.num_steps, 0
         self._files = ArrayFiles()
 
     def restore(self) -> Any:
@@ -112,7 +113,10 @@ class Training(Generic[PlanT]):
         if not isinstance(self.plan, Plan) or not (self.plan.residuals or residuals):
             return state
         placed = placed_residuals(self.plan, self.plan.placed_mesh, residuals)
-        return Carried(state, placed) if placed else state
+        if not placed:
+            return state
+        self._num_overflows = Carried(state, placed).overflows
+        return Carried(state, placed)
 
     def save(self, num_steps: int, state: Any, data: Any = None, *, force: bool = False) -> bool:
         """Begins a checkpoint if `save_interval_steps` divides the number of steps; returns whether it does.
@@ -147,6 +151,8 @@ class Training(Generic[PlanT]):
             if (num_steps == self._last_saved) if force else (num_steps % self._save_interval_steps):
                 return False
             what, facts = "save a checkpoint", {"`num_steps`": str(num_steps)}
+            if isinstance(state, Carried):
+                self._warn_of_overflows(state.overflows)
             state, residuals = (state.state, state.residuals) if isinstance(state, Carried) else (state, {})
             data, named = processes_of(self._mesh).alike(
                 what, lambda: self._checked(num_steps, state, data), lambda _: facts
@@ -161,6 +167,15 @@ class Training(Generic[PlanT]):
             self._files.save(step_folder(self._directory, num_steps), named, finish)
             self._last_saved = num_steps
             return True
+
+    def _warn_of_overflows(self, count: int) -> None:
+        if count > self._num_overflows:
+            warnings.warn(
+                f"{count - self._num_overflows} times since the last checkpoint an operand of a product had numbers "
+                "that its delayed scale cut off.",
+                stacklevel=4,
+            )
+        self._num_overflows = count
 
     def _checked(self, num_steps: int, state: Any, data: Any) -> tuple[Any, dict[str, Any]]:
         """Checks what is to be saved; returns a copy of the data, and the state's arrays by their paths."""

@@ -29,15 +29,19 @@ from diffshard.sharding_search.format_search import (
     predicted_increase,
     share_in,
 )
-from diffshard.sharding_search.number_formats import Formats, ProductGroup, all_groups, offered_groups
+from diffshard.sharding_search.number_formats import (
+    Formats,
+    ProductGroup,
+    all_groups,
+    carried_formats,
+    offered_groups,
+)
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.plan_store import is_made_for
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.tracing import space_of, traced_measured_function
 from search_spaces.sharding.base import FormatKey
-from search_spaces.sharding.codes import has_feedback
 from search_spaces.sharding.format_gains import gains_s, in_formats
-from search_spaces.sharding.product_formats import FORMATS
 
 _EXACT_SHARE = 0.2
 """The share of the time limit in which the shardings without float8 are searched, with which the others begin."""
@@ -77,13 +81,11 @@ def find_plan_with_formats(request: PlanRequest) -> Plan:
     assert formats is not None
     if not space.as_program:
         raise ValueError("`formats` need an explicit program, and the function has operations that cannot be in one.")
-    carried = [("sums", name) for name in formats.sums if has_feedback(name)]
-    carried += [("products", name) for name in formats.products if FORMATS[name].is_delayed]
+    carried = carried_formats(formats)
     if carried and carrying_parameter(request.traced_function) is None:
         raise ValueError(
-            f"`Formats.{carried[0][0]}` has {carried[0][1]!r}, whose residuals go with the state of a training, but no "
-            f"result of {request.options.function_name} replaces an argument. Return the new state as one part of the "
-            "result."
+            f"{carried[0]}, whose residuals go with the state of a training, but no result of "
+            f"{request.options.function_name} replaces an argument. Return the new state as one part of the result."
         )
     groups = offered_groups(space, formats)
     earlier = request.options.start

@@ -15,7 +15,7 @@ FlatCall = Sequence[Any]
 State = Mapping[int, Any]
 """The arrays that results have replaced, by the number of the flat argument, and `RESIDUALS`."""
 RESIDUALS = -1
-"""The place of the residuals of sums with error feedback in a state."""
+"""The place of the residuals of sums with error feedback, and of the maxima of delayed scales, in a state."""
 LOOK_SHARE = 0.5
 """The share of a look's losses, its last ones, that are compared: the first step has the same state in both."""
 

@@ -131,6 +131,14 @@ class ProductGroup(NamedTuple):
         return frozenset(key for key in keys if key[0] not in own or kind_of(key) != self.kind)
 
 
+def carried_formats(formats: Any) -> list[str]:
+    """Returns those of some `Formats`, if there are any, for which a step carries more than its state, as texts."""
+    sums, products = (getattr(formats, field, ()) for field in ("sums", "products"))
+    is_delayed = {name for name, to in FORMATS.items() if to.is_delayed}
+    carried = [f"`Formats.sums` has {name!r}" for name in sums if has_feedback(name)]
+    return [*carried, *(f"`Formats.products` has {name!r}" for name in products if name in is_delayed)]
+
+
 def kind_of(key: FormatKey) -> str:
     """Returns the kind of the group that something in fewer bits is of."""
     return key.kind if isinstance(key, Coded) else "product"

@@ -119,8 +119,9 @@ class Plan(PlanData):
         >>> state = plan.shard(state)
         >>> batch = plan.shard(batch=batch)
 
-        Where the plan sends sums with error feedback, the state comes with residuals, as a `formats.Carried`: those of
-        one that is given, also if another plan of the function made them, else zeros.
+        Where the plan sends sums with error feedback, or has products with delayed scales, the state comes with
+        residuals, as a `formats.Carried`: those of one that is given, also if another plan of the function made them,
+        else zeros.
 
         With `jax.distributed` every process gives the whole arrays, and puts its own blocks of them on its devices.
         When arguments are sharded for the first time, samples of their values are compared between the processes.
@@ -304,7 +305,9 @@ class Plan(PlanData):
         mesh = self.mesh if mesh is None else mesh
         with errors_for_all(self.mesh or mesh, "apply a plan"):
             if check is not None and self.residuals:
-                raise ValueError("`check` cannot be given for a plan with error feedback, which changes numbers.")
+                raise ValueError(
+                    "`check` cannot be given for a plan with error feedback or delayed scales, which change numbers."
+                )
             if check not in ("numbers", None):
                 raise ValueError(f'`check` must be "numbers" or None, not {check!r}: the plan is made.')
             # Of axes in another order, parts over several axes would come out in another order than specs say.

@@ -146,7 +146,7 @@ class PlannedFunction(Generic[PlanT]):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function with the plan for these arguments.
 
-        Where the plan has residuals, of sums with error feedback, the state that is returned is a `formats.Carried`,
+        Where the plan has residuals, as of sums with error feedback, the state that is returned is a `formats.Carried`,
         which the next call takes. A state without residuals begins with none.
 
         An array that is committed to another sharding than the plan's is moved, with a warning for the first time.

@@ -180,7 +180,7 @@ class MixedProducts:
     def first_residuals(self) -> dict[int, Any]:
         """Returns the residuals before the first step, by vertex and the name of the format, and the maxima: zeros."""
         residuals = {}
-        if any(to.is_delayed for to in self.formats):
+        if self.scales.trips and any(to.is_delayed for to in self.formats):
             residuals[MAXIMA] = jnp.zeros(self.scales.shape, jnp.float32)
         for vertex in (self.graph.vertices[index] for index in sorted(self.row_of)):
             names = [name for name in self.sums.formats_of(vertex) if has_feedback(name)]

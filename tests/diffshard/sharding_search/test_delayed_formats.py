@@ -128,6 +128,33 @@ def test_numbers_that_are_cut_off_are_counted(planned):
     assert state.overflows == np.asarray(maxima)[..., HISTORY].sum()
 
 
+def test_checkpoints_have_the_maxima_on_other_devices_and_tell_of_what_was_cut_off(tmp_path):
+    def resumed(num_devices):
+        options = options_on(num_devices)
+        formats = diffshard.formats.Formats(1.0, products=[NAME], increases=every_group(options))
+        return diffshard.resume(
+            tmp_path, train_step, options.mesh, lambda: arguments()[0], arguments()[1],
+            hardware=options.hardware, formats=formats, progress="none",
+        )  # fmt: skip
+
+    with resumed(4) as training:
+        state = training.restore()
+        for seed, growth in enumerate((1, 1, 3)):
+            batch = arguments(seed)[1]
+            state, _ = training.step(state, batch | {"x": growth * batch["x"]})
+        with pytest.warns(UserWarning, match=f"{state.overflows} times since the last checkpoint .* cut off"):
+            training.save(3, state, force=True)
+        maxima = jax.tree.map(np.asarray, state.residuals)
+    assert any(map(np.any, maxima.values()))
+    with resumed(2) as training:
+        state = training.restore()
+        for key, array in state.residuals.items():
+            np.testing.assert_array_equal(array, maxima[key])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            training.save(4, state, force=True)
+
+
 def test_a_step_that_returns_no_state_has_no_place_for_maxima():
     def loss_of(params, batch):
         return jnp.mean((batch["x"] @ params["up"]) ** 2)
