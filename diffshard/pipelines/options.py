@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, get_args
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cost.clusters import Cluster
 from cost.host_groups import Hosts, Submesh
@@ -30,8 +30,7 @@ from diffshard.sharding_search.options import Remat, positional_names, signature
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.solving.solve import DEFAULT_SOLVER, check_solver_options
-from search_spaces.partition_specs import checked_axes_of
-from search_spaces.sharding.given import given_specs
+from search_spaces.sharding.given import check_open_prefix, given_specs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +84,7 @@ class PipelineOptions:
         if self.executor is not None and self.executor not in get_args(Executor):
             raise ValueError(f"`executor` must be one of {get_args(Executor)}, not {self.executor!r}.")
         check_solver_options(self.solver, self.time_limit_s, self.key)
-        _check_names_axes_of_stages(self.in_shardings)
+        check_open_prefix(self.in_shardings, STAGE_AXES, _CHOOSES_MESHES)
         if self.logical_axis_rules is not None:
             object.__setattr__(self, "logical_axis_rules", checked_rules(self.logical_axis_rules, STAGE_AXES))
         if self.start is not None and not isinstance(self.start, PipelinePlanData):
@@ -133,6 +132,7 @@ def pipeline_options(
 
 STAGE_AXES = ("x", "y")
 """The axes of the stages' meshes; a mesh without the second one counts as one with a single device along it."""
+_CHOOSES_MESHES = "`pipeline` chooses the meshes of its stages. Give a PartitionSpec of their axes 'x' and 'y'."
 STAGE_TIME_LIMIT_S = 15.0
 """For the solver, for one stage or program; its bound says what is left."""
 
@@ -238,22 +238,6 @@ def checked_cluster(devices: Any, hardware: Any) -> Cluster:
     if number < 1 or (number > in_host and number % in_host):
         raise ValueError(f"`devices` must be 1 or more, and fill hosts of {in_host}, not {number}.")
     return Cluster([Hosts(max(number // in_host, 1), min(number, in_host), hardware)])
-
-
-def _check_names_axes_of_stages(in_shardings: Any) -> None:
-    """Checks that what is given names axes of the stages' meshes only."""
-    is_spec = lambda x: x is None or isinstance(x, PartitionSpec | NamedSharding)  # noqa: E731
-    for path, leaf in jax.tree_util.tree_leaves_with_path(in_shardings, is_leaf=is_spec):
-        name = f"`in_shardings`{jax.tree_util.keystr(path)}"
-        if isinstance(leaf, NamedSharding):
-            raise ValueError(
-                f"{name} is on the mesh {dict(leaf.mesh.shape)}, but `pipeline` chooses the meshes of its stages. Give "
-                "a PartitionSpec of their axes 'x' and 'y'."
-            )
-        if not is_spec(leaf):
-            raise TypeError(f"{name} must be a PartitionSpec or None, not {leaf!r}.")
-        if leaf is not None:
-            checked_axes_of(leaf, len(leaf), STAGE_AXES, name)
 
 
 def with_remat(pipeline: Pipeline, remat: Remat | None) -> Pipeline:

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.base import Hardware
 from cost.presets import hardware_of, preset_of_mesh
@@ -19,11 +19,16 @@ from diffshard.sharding_search.mesh_candidates import LevelNames, MeshCandidate
 from diffshard.sharding_search.number_formats import Formats, check_formats
 from diffshard.sharding_search.step_objective import StepCost
 from diffshard.solving.solve import DEFAULT_SOLVER, check_solver_options
-from search_spaces.partition_specs import checked_axes_of
-from search_spaces.sharding.given import check_prefix
+from search_spaces.sharding.given import check_open_prefix, check_prefix
 
 Remat = Literal["search", "offload"]
 """What the search may do with what goes from forward to backward: keep it or compute it again, or also offload it."""
+
+
+_LEAVES_MESH_OPEN = (
+    "`devices` leaves the mesh open: its axes are named by levels. Give a PartitionSpec of "
+    f"{LevelNames.names[:3]}, or `mesh` instead of `devices`."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +94,10 @@ class Options:
                 f"`progress` must be one of {get_args(ProgressDisplay)}, not {self.progress!r}. Give a function to "
                 "`plan(..., progress=...)` of what the search returns."
             )
-        _check_given(self)
+        if self.names_levels:
+            check_open_prefix(self.in_shardings, LevelNames.names, _LEAVES_MESH_OPEN)
+        else:
+            check_prefix(self.in_shardings, self.mesh)
         for kind in ("donate", "static"):
             numbers, names = getattr(self, f"{kind}_argnums"), getattr(self, f"{kind}_argnames")
             numbers = _checked_positions(f"{kind}_argnums", numbers)
@@ -316,29 +324,6 @@ def _check_start(start: Any) -> None:
         raise TypeError(
             f"`start` must be a plan or None, not {type(start).__name__}; `Plan.load(path)` reads a saved one."
         )
-
-
-def _check_given(options: Options) -> None:
-    """Checks that given shardings name axes of the mesh; or levels of hosts, where no mesh was chosen yet."""
-    if not options.names_levels:
-        check_prefix(options.in_shardings, options.mesh)
-        return
-    in_shardings = options.in_shardings
-    is_spec = lambda x: x is None or isinstance(x, PartitionSpec | NamedSharding)  # noqa: E731
-    for path, leaf in jax.tree_util.tree_leaves_with_path(in_shardings, is_leaf=is_spec):
-        name = f"`in_shardings`{jax.tree_util.keystr(path)}"
-        if not is_spec(leaf):
-            raise TypeError(f"{name} must be a PartitionSpec or None, not {leaf!r}.")
-        if isinstance(leaf, NamedSharding):
-            raise ValueError(
-                f"{name} is on the mesh {dict(leaf.mesh.shape)}, but `devices` leaves the mesh open: give a "
-                f"PartitionSpec of {LevelNames.names[:3]}, or `mesh` instead of `devices`."
-            )
-        if leaf is not None:
-            try:
-                checked_axes_of(leaf, len(leaf), LevelNames.names, name)
-            except ValueError as error:
-                raise ValueError(f"{error} `devices` leaves the mesh open: its axes are named by levels.") from None
 
 
 def _is_of_axes(candidate: MeshCandidate, axes: Any) -> bool:

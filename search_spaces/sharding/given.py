@@ -111,14 +111,35 @@ def check_prefix(in_shardings: Any, mesh: Mesh | AbstractMesh) -> None:
       TypeError: an entry is not a sharding.
       ValueError: a spec names an axis that the mesh does not have.
     """
+    for name, leaf in _entries(in_shardings, "a PartitionSpec, a NamedSharding or None"):
+        spec = _spec(leaf)
+        checked_axes_of(spec, len(spec), tuple(mesh.axis_names), name)
+        _check_mesh(name, leaf, mesh)
+
+
+def check_open_prefix(in_shardings: Any, axis_names: Sequence[str], why: str) -> None:
+    """Holds `in_shardings` against the names of axes where the mesh is not chosen yet; `why` ends errors.
+
+    Raises:
+      TypeError, ValueError: as `check_prefix`, or an entry is on a mesh.
+    """
+    for name, leaf in _entries(in_shardings, "a PartitionSpec or None"):
+        if isinstance(leaf, NamedSharding):
+            raise ValueError(f"{name} is on the mesh {dict(leaf.mesh.shape)}, but {why}")
+        try:
+            checked_axes_of(leaf, len(leaf), axis_names, name)
+        except ValueError as error:
+            raise ValueError(f"{error} {why[0].upper()}{why[1:]}") from None
+
+
+def _entries(in_shardings: Any, kinds: str) -> Iterator[tuple[str, PartitionSpec | NamedSharding]]:
+    """Yields the entries that are given, with their names for errors."""
     for path, leaf in jax.tree.leaves_with_path(in_shardings, is_leaf=_is_spec):
         name = f"`in_shardings`{jax.tree_util.keystr(path)}"
         if not _is_spec(leaf):
-            raise TypeError(f"{name} must be a PartitionSpec, a NamedSharding or None, not {leaf!r}.")
+            raise TypeError(f"{name} must be {kinds}, not {leaf!r}.")
         if leaf is not None:
-            spec = _spec(leaf)
-            checked_axes_of(spec, len(spec), tuple(mesh.axis_names), name)
-            _check_mesh(name, leaf, mesh)
+            yield name, leaf
 
 
 def given_specs(in_shardings: Any, args: Sequence[Any]) -> list[PartitionSpec | NamedSharding | None]:
