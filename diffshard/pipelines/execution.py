@@ -18,7 +18,6 @@ from jax.sharding import Mesh, NamedSharding
 from cost.pipeline_schedules import WEIGHTS, ScheduleGraph
 from cost.pipeline_steps import Overlap
 from diffshard.pipelines.copies import Copier, CopyCount
-from diffshard.pipelines.overlapped_steps import run_overlapped
 from diffshard.pipelines.stage_calls import (
     FunctionOf,
     ShardingOf,
@@ -28,7 +27,7 @@ from diffshard.pipelines.stage_calls import (
     is_alike,
     program_as_traced,
 )
-from diffshard.pipelines.stage_run import StageRun
+from diffshard.pipelines.stage_run import StageRun, run_overlapped
 from search_spaces.pipelines.stage_labels import Key, Label
 from search_spaces.pipelines.stage_programs import StagedStep
 

@@ -7,9 +7,9 @@
 
 `shard_tables` is in `search.py`, `TablePlan` in `plan.py`.
 
-Planning: `solving.py` chooses the search; `annealing.py` with `chains.py` is the default one, and `bound.py` has the
-lower bound and the enumeration of few placements. `measurements.py` measures and trains a
-`LearnedTableCost`, and `learned_annealing.py` searches with it.
+Planning: `solving.py` has the default search, with `chains.py`, and chooses it or another solver, and `bound.py` has
+the lower bound and the enumeration of few placements. `measurements.py` measures and trains a `LearnedTableCost`, and
+`learned_annealing.py` searches with it.
 
 Running: `layout.py` says where each piece of a table lies in the arrays of its device (`arrays.py`). The programs of
 all devices are in `programs.py`, with what they send in `exchanges.py` and rows in memory of hosts in `host_rows.py`.

@@ -4,19 +4,139 @@ An array is as long on every device as on the fullest one. The default search kn
 which has limits for each device only: first those of the memory. If the placement does not fit with whole arrays, the
 default search finds one that does, and the solver looks for a better one with a limit for each array. The bound is that
 of the first, looser problem.
+
+The default search has chains that draw one strategy after the other, while temperature falls and norms sharpen. A step
+takes one table and prices all its strategies in all chains in a few array operations. At first the norm of the loads is
+smooth, so that a step also helps that changes no largest load, and later nearly the largest load itself. Now and then
+the worse half of the chains is replaced by the better one.
+
+Letters for sizes: C chains, T tables, S_t strategies of table t, D devices, A arrays of a device, O those of one table,
+M memories of a device.
 """
 
 import functools
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import jax
+import numpy as np
 
+from cost.base import Problem, num_strategies
 from cost.real_numbers import is_positive
-from diffshard.base import OPTIMAL_GAP, Deadline, Progress, Solution, Solver
+from diffshard.base import OPTIMAL_GAP, Deadline, Progress, Proposal, Solution, Solver
+from diffshard.solving.flat import numpy_generator
+from diffshard.solving.phases.improving import Balancing
+from diffshard.solving.phases.starts import Clock
 from diffshard.solving.presolve.base import identity
 from diffshard.solving.solve import solve
-from diffshard.tables import annealing
+from diffshard.solving.solvers import gradient
+from diffshard.tables.bound import StrategyArrays, enumerated, lower_bound_s, strategy_arrays
+from diffshard.tables.chains import SCHEDULE, Schedule, SummedChains, scaled
 from search_spaces.embedding_tables.space import EmbeddingTableSpace
+
+_MOST_MEMORY_PRICE = 1000.0
+"""Price of memory, in steps' seconds, up to which chains that do not fit are cooled again at ten times the price."""
+
+
+def anneal(
+    space: EmbeddingTableSpace,
+    problem: Problem,
+    *,
+    time_limit_s: float | None,
+    key: jax.Array,
+    schedule: Schedule = SCHEDULE,
+) -> Iterator[Proposal]:
+    """Yields the bound and better and better placements; with a time limit, of slower and slower cooling."""
+    if math.prod(num_strategies(problem).tolist()) <= gradient.MOST_ENUMERATED:
+        yield from enumerated(problem, space.arrays)
+        return
+    clock, rng, arrays = Clock(time_limit_s), numpy_generator(key), strategy_arrays(space)
+    bound_s = lower_bound_s(arrays, devices_are_alike=len(set(space.devices.hardware)) == 1)
+    yield Proposal(lower_bound=bound_s)
+    if math.isinf(bound_s):
+        return
+    best_s, closest = math.inf, Closest()
+    num_sweeps = schedule.sweeps_of(len(arrays.sizes), int(arrays.sizes.sum()))
+    num_sweeps = num_sweeps if time_limit_s is None else max(num_sweeps // 4, 2)  # a first placement should come early
+    while bound_s < best_s * (1 - OPTIMAL_GAP):
+        for choice, step_s in _anneal(space, arrays, bound_s, num_sweeps, schedule, rng, closest):
+            best_s = min(best_s, step_s)
+            yield Proposal(choice)
+        if math.isinf(best_s):
+            if schedule.memory_prices[1] > _MOST_MEMORY_PRICE:
+                yield from _balanced(space, problem, closest, time_limit_s, key)
+                return
+            # Memory is so scarce that it counts more than seconds.
+            low, high = schedule.memory_prices
+            schedule = replace(schedule, memory_prices=(10 * low, 10 * high), alone_limits=(1e9, 1e9))
+            continue
+        if time_limit_s is None or clock.elapsed_share() >= 1:
+            return
+        num_sweeps *= 2
+
+
+@dataclass
+class Closest:
+    """The placement that exceeds the memory least, mutable; there is none once one fits.
+
+    Attributes:
+      choice: strategies, `[T]`.
+      excess: relative to a memory's size.
+    """
+
+    choice: np.ndarray | None = None
+    excess: float = math.inf
+
+
+def _balanced(
+    space: EmbeddingTableSpace, problem: Problem, closest: Closest, time_limit_s: float | None, key: jax.Array
+) -> Iterator[Proposal]:
+    """Yields placements that prices of memory lead to, with a limit for each array in the shares of the closest one.
+
+    If none of them fits, yields the closest one.
+    """
+    if closest.choice is None:
+        return
+    limited = space.arrays.with_limits(problem, space.arrays.limits_as(closest.choice.tolist()))
+    fits = False
+    for proposal in gradient.solve(limited, time_limit_s=time_limit_s, key=key, phases=lambda _: (Balancing(),)):
+        is_better = proposal.choice is not None and not space.arrays.excess(proposal.choice.tolist())
+        fits |= is_better
+        yield Proposal(proposal.choice if is_better else None)  # its bounds are those of the limits of single arrays
+    if not fits:
+        yield Proposal(closest.choice)
+
+
+def _anneal(
+    space: EmbeddingTableSpace,
+    arrays: StrategyArrays,
+    scale_s: float,
+    num_sweeps: int,
+    schedule: Schedule,
+    rng: np.random.Generator,
+    closest: Closest,
+) -> Iterator[tuple[np.ndarray | None, float]]:
+    """Cools all chains once; yields after each sweep a placement that is the best one so far, or None and inf."""
+    scale_s = scale_s or float(arrays.forward_s.sum(1).max()) or 1.0
+    tables = scaled(arrays, scale_s)
+    chains = SummedChains(tables, space.arrays, schedule.chains_of(int(arrays.sizes.sum())), schedule, rng)
+    best = math.inf
+    for sweep in range(num_sweeps):
+        chains.sweep(sweep / num_sweeps, (sweep + 1) / num_sweeps)
+        steps = chains.steps()
+        first = int(steps.argmin())
+        if math.isinf(steps[first]):
+            excess = chains.excess()
+            if excess.min() < closest.excess:
+                closest.choice, closest.excess = chains.choice_of(int(excess.argmin())), float(excess.min())
+        if sweep >= schedule.replace_after * num_sweeps and sweep % schedule.replace_every == 1:
+            chains.replace_worse_half(steps)
+        if steps[first] < best:
+            best = float(steps[first])
+            yield chains.choice_of(first), best * scale_s
+        else:
+            yield None, math.inf
 
 
 def solve_space(
@@ -33,7 +153,7 @@ def solve_space(
       A solution whose arrays fit the memory if it is `feasible`; `excess` is what they exceed it by.
     """
     if solver is None:
-        run = functools.partial(annealing.solve, space)
+        run = functools.partial(anneal, space)
         found = solve(space.problem, solver=run, time_limit_s=time_limit_s, key=key, progress=progress, reduce=identity)
         return _with_whole_arrays(space, found, found.lower_bound)
     always_fits = (space.arrays.most() <= space.arrays.limit_bytes).all()

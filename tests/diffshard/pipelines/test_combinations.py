@@ -8,7 +8,7 @@ import diffshard
 from cost.pipeline_schedules import graph_of
 from cost.pipeline_times import joined_graph
 from diffshard.pipelines.execution import StagedExecution
-from diffshard.pipelines.overlapped_steps import possible_overlap
+from diffshard.pipelines.stage_run import possible_overlap
 from search_spaces.pipelines.replicas import replicated_step
 from search_spaces.pipelines.residuals import can_be_offloaded, residuals_of, with_offloaded
 from tests.diffshard.pipelines.small_pipeline import check_close, meshes

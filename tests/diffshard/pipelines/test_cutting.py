@@ -18,7 +18,7 @@ from diffshard.pipelines.microbatches import BatchArguments
 from diffshard.staged_array import StagedArray
 from experiments.models import gpt
 from experiments.models.model import arguments as model_arguments
-from search_spaces.pipelines.cut_candidates import Cut
+from search_spaces.pipelines.residuals import Cut
 from search_spaces.pipelines.stage_programs import staged_step
 from tests.diffshard.pipelines.scanned_models import LAYERS, WIDTH, arguments, train_step
 

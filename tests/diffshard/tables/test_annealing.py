@@ -13,10 +13,9 @@ from cost.base import Hardware
 from cost.evaluation import evaluate
 from diffshard.solving.presolve.base import identity
 from diffshard.solving.solve import solve
-from diffshard.tables import annealing
 from diffshard.tables.bound import lower_bound_s, strategy_arrays
 from diffshard.tables.chains import SCHEDULE, Chains, Schedule, SummedChains, scaled
-from diffshard.tables.solving import solve_space
+from diffshard.tables.solving import anneal, solve_space
 from experiments.embedding_tables import tasks
 from experiments.embedding_tables.baselines import beam_s
 from search_spaces.embedding_tables.base import EmbeddingTable, TableDevices
@@ -134,7 +133,7 @@ def test_prices_of_kinds_are_those_of_each_strategy(case):
 
 
 def _solved(space: EmbeddingTableSpace, key: int = 0, **schedule):
-    solver = functools.partial(annealing.solve, space, schedule=Schedule(**schedule))
+    solver = functools.partial(anneal, space, schedule=Schedule(**schedule))
     return solve(space.problem, solver=solver, key=key, reduce=identity)
 
 

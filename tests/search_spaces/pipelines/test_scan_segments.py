@@ -13,7 +13,7 @@ import diffshard
 from diffshard.pipelines.cutting import cut_step, uncut_step
 from diffshard.pipelines.microbatches import BatchArguments
 from diffshard.staged_array import StagedArray
-from search_spaces.pipelines.cut_candidates import Cut
+from search_spaces.pipelines.residuals import Cut
 from search_spaces.pipelines.stage_programs import staged_step
 
 KEY = jax.random.key(0)
