@@ -7,12 +7,14 @@ than compiling it, moving there and, if it turns out to be slower, measuring it 
 
     left · T · E[max(1 - e^d, 0)]  >  compile + move · (1 + P(d > 0)) + window · T · E[max(e^d - 1, 0)]
 
-with T the seconds of a step now and d the logarithm of the ratio of both plans' seconds, a Gaussian. After its first
-window a plan is kept, or left for one that was measured to be faster. In one environment each plan is tried once, and
-only a plan on trial is left for one that was tried before: so a training never moves to and fro.
+with T the seconds of a step now and d the logarithm of the ratio of both plans' seconds, a Gaussian. Before a trial the
+plan that runs is measured again, so that both windows are near each other. After its own first window a plan is kept,
+or left for one that was measured to be faster. In one environment each plan is tried once, and only a plan on trial is
+left for one that was tried before: so a training never moves to and fro.
 
 Where later windows depart from the first one, the environment has changed: rates are open again, while what was learnt
-of the plans' own errors stays. After each change it takes twice as many such windows to see the next one.
+of the plans' own errors stays, but for a measurement since which no window has been like the first one. After each
+change it takes twice as many such windows to see the next one.
 
 Source: expected improvement as in Jones, Schonlau and Welch 1998, "Efficient global optimization of expensive black-box
 functions", section 4.1; plans at sampled rates as in Thompson 1933.
@@ -121,6 +123,7 @@ class Replanner:
         self._environment, self._patience, self._num_departed = 0, FIRST_PATIENCE, 0
         self._tried: set[int] = {self._add(plan, np.zeros(len(self._rates)))}
         self._is_on_trial = False
+        self._unconfirmed: Measurement | None = None  # made the training go back, and the machine may have changed then
         self.tell(0, 0, "begins", f"{format_s(plan.step_s)} predicted")
 
     @property
@@ -156,8 +159,11 @@ class Replanner:
         threshold = max(CHANGE, 4 * math.hypot(first.deviation, measurement.deviation))
         departs = abs(measurement.log_s - first.log_s) > threshold
         self._num_departed = self._num_departed + 1 if departs else 0
+        if not departs:
+            self._unconfirmed = None
         if self._num_departed < self._patience:
             return False
+        self._measurements = [m for m in self._measurements if m is not self._unconfirmed]
         self._environment += 1
         self._num_departed, self._patience = 0, 2 * self._patience
         self._tried, self._is_on_trial = {self.current}, False
@@ -170,17 +176,26 @@ class Replanner:
         """Forgets the steps of a window that is not full: something else ran meanwhile."""
         self._window.clear()
 
+    def measure_again(self) -> None:
+        """Forgets the first window of the plan that runs: the next one takes its place, next to that of a trial."""
+        self._window.clear()
+        known = self._first_window(self.current)
+        self._measurements = [m for m in self._measurements if m is not known]
+
     def way_back(self, num_steps: int, steps_left: int, prices: Prices) -> int | None:
         """Returns the plan to leave a plan on trial for, after its first window; None to stay."""
         is_on_trial, self._is_on_trial = self._is_on_trial, False
-        known = [i for i in self._tried - {self.current} if self._first_window(i) is not None]
-        if not is_on_trial or not known:
+        known = [i for i in self._tried if self._first_window(i) is not None]
+        if not is_on_trial or self.current not in known:
             return None
-        outlooks = {i: self.outlook(i, steps_left, prices) for i in known}
-        best = max(known, key=lambda i: outlooks[i].saved_s - outlooks[i].price_s)
-        if outlooks[best].saved_s <= outlooks[best].price_s:
+        step_s = {i: math.exp(predict(self.belief(), self._terms, i, self._environment)[0]) for i in known}
+        best = min(known, key=lambda i: step_s[i])
+        saved_s = steps_left * (step_s[self.current] - step_s[best])
+        if saved_s <= prices.move_s:
             return None
-        self.tell(num_steps, best, "goes back", outlooks[best].reason)
+        self._unconfirmed = self._first_window(self.current)
+        reason = f"{format_s(step_s[best])} in place of {format_s(step_s[self.current])}, both measured"
+        self.tell(num_steps, best, "goes back", reason)
         return best
 
     def proposal(self, num_steps: int, steps_left: int, prices: Prices) -> int | None:

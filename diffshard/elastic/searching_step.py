@@ -22,7 +22,6 @@ from diffshard.elastic.replanning import Event, Prices, Replanner
 from diffshard.plans.base import PlanData
 from diffshard.plans.formats import format_bytes, format_count, format_table, short_name
 from diffshard.processes import processes_of
-from diffshard.resharding import reshard_price
 from diffshard.sharding_search.call import abstract_split, jax_settings
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
@@ -53,6 +52,7 @@ class SearchingStep:
         self._compile_s, self._move_s = 0.0, 0.0  # of the last ones
         self._thread = ThreadPoolExecutor(1, "search while training")
         self._search: Future[int | None] | None = None
+        self._proposal: int | None = None  # is tried when the plan that runs was measured again
         self._is_new = True  # the plan that runs has made no step yet
         self._has_moved = False  # the state is where another plan wanted it
 
@@ -66,7 +66,7 @@ class SearchingStep:
           TypeError, InfeasibleError: as the planned step.
         """
         replanner = self._begun or self._begin(args)
-        self._take_found_plan(replanner, args)
+        self._take_found_plan(replanner)
         if self._has_moved:
             args = self._moved(args)
         is_measured = not self._is_new and self._search is None
@@ -77,11 +77,7 @@ class SearchingStep:
         if not is_measured:
             replanner.restart_window()
         elif replanner.record(step_s, self.num_steps) and self._steps_left:
-            back = replanner.way_back(self.num_steps, self._steps_left, self._prices)
-            if back is not None:
-                replanner.move_to(back)
-                self._is_new = self._has_moved = True
-            self._search = self._thread.submit(self._next_plan, replanner, self.num_steps, jax_settings())
+            self._decide(replanner)
         return result
 
     @property
@@ -104,6 +100,11 @@ class SearchingStep:
     def history(self) -> tuple[Event, ...]:
         """What was measured and decided so far, and why."""
         return () if self._begun is None else tuple(self._begun.history)
+
+    @property
+    def is_searching(self) -> bool:
+        """Whether a search runs beside the steps, or has found something that is not tried yet."""
+        return self._search is not None or self._proposal is not None
 
     @property
     def num_moves(self) -> int:
@@ -149,6 +150,8 @@ class SearchingStep:
         arrays, structure = abstract_split(args)
         self._shapes = structure.unflatten(arrays)
         plan = self._first.plan(*args)
+        slowest = max((link.s_per_byte for link in plan.hardware.links.values()), default=0.0)
+        self._move_s = slowest * sum(tensor.num_bytes for tensor in plan.arguments)  # until a move is measured
         self._begun = Replanner(plan, self._plan_for, window_steps=self._window_steps)
         self._compile(0, self._first)
         return self._begun
@@ -188,8 +191,19 @@ class SearchingStep:
             return None
         return number
 
-    def _take_found_plan(self, replanner: Replanner, args: tuple[Any, ...]) -> None:
-        """Goes over to what the search has found, if it has ended."""
+    def _decide(self, replanner: Replanner) -> None:
+        """Tries a proposal, goes back from one, or searches the next one, when the plan that runs was measured."""
+        number, self._proposal = self._proposal, None
+        if number is not None and self._try(replanner, number):
+            return
+        back = replanner.way_back(self.num_steps, self._steps_left, self._prices)
+        if back is not None:
+            replanner.move_to(back)
+            self._is_new = self._has_moved = True
+        self._search = self._thread.submit(self._next_plan, replanner, self.num_steps, jax_settings())
+
+    def _take_found_plan(self, replanner: Replanner) -> None:
+        """Takes what the search has found, if it has ended: the plan that runs is measured again before it is tried."""
         if self._search is None or not self._search.done():
             return
         search, self._search = self._search, None
@@ -201,22 +215,19 @@ class SearchingStep:
             warnings.warn(f"The search while training has failed: {type(error).__name__}: {error}", stacklevel=3)
             replanner.tell(self.num_steps, replanner.current, "stays", f"the search failed: {error}")
             return
+        self._proposal = number
         if number is not None:
-            self._try(replanner, number, args)
+            replanner.measure_again()
 
-    def _try(self, replanner: Replanner, number: int, args: tuple[Any, ...]) -> None:
-        """Tries a proposal if that still saves more than it costs: compiling is over, but fewer steps are left."""
-        before, after = self.plan, replanner.plans[number]
-        assert isinstance(after, Plan)
-        placed = before.shard(*args)
-        state = placed[0] if isinstance(placed, tuple) else placed
-        move_s = float(reshard_price(state, before, after, argument=before.parameters[0]).seconds)
-        outlook = replanner.outlook(number, self._steps_left, Prices(0.0, max(self._move_s, move_s)))
+    def _try(self, replanner: Replanner, number: int) -> bool:
+        """Tries a proposal if that still saves more than it costs: it is compiled now, and fewer steps are left."""
+        outlook = replanner.outlook(number, self._steps_left, self._prices._replace(compile_s=0.0))
         if outlook.saved_s <= outlook.price_s:
             replanner.refuse(number, self.num_steps, outlook.reason)
-            return
+            return False
         replanner.try_plan(number, self.num_steps, outlook.reason)
         self._is_new = self._has_moved = True
+        return True
 
     def _moved(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Returns the arguments where the plan that runs wants them."""

@@ -50,6 +50,7 @@ class _Prepared(Generic[PlanT]):
     Attributes:
       settings: of JAX, for which the function was traced.
       make_check: makes what the first call is held against; None where it is not, or was.
+      compiled: what runs calls, where it was compiled before them.
     """
 
     plan: PlanT
@@ -59,6 +60,7 @@ class _Prepared(Generic[PlanT]):
     settings: tuple[Any, ...]
     name: str
     make_check: Callable[[], NumbersCheck] | None = None
+    compiled: Any = None
 
     @cached_property
     def _flat(self) -> FlatFunction:
@@ -87,7 +89,8 @@ class _Prepared(Generic[PlanT]):
             results = self.make_check().results(self.jitted, self._flat.donate_argnums, arrays)
             self.make_check = None
             return self.result.unflatten(results)
-        jitted = self.nested if any(isinstance(array, Tracer) for array in arrays) else self.jitted
+        is_traced = any(isinstance(array, Tracer) for array in arrays)
+        jitted = self.nested if is_traced else self.compiled or self.jitted
         if not self.plan.residuals and not residuals:
             return self.result.unflatten(jitted(*arrays))
         results = jitted(*arrays, *residuals_for_call(self.plan, self.plan.mesh, residuals, arrays))
@@ -193,9 +196,9 @@ class PlannedFunction(Generic[PlanT]):
         Returns:
           What `lower(...).compile()` does; calls use it.
         """
-        compiled = self.lower(*args, **kwargs).compile()
-        self._prepare(args, kwargs, None)[0].jitted = compiled
-        return compiled
+        prepared, _ = self._prepare(args, kwargs, None)
+        prepared.compiled = prepared.compiled or self.lower(*args, **kwargs).compile()
+        return prepared.compiled
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._headline()}, {format_count(len(self._prepared), 'plan')}>"

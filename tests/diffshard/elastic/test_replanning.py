@@ -118,6 +118,39 @@ def test_a_lasting_change_opens_the_rates_again_and_the_next_one_needs_twice_the
     assert record(replanner, step_s, 2 * FIRST_PATIENCE) == [False] * (2 * FIRST_PATIENCE - 1) + [True]
 
 
+def test_a_plan_is_measured_again_before_another_one_is_tried():
+    replanner, step_s = replanner_that_finds(GOOD), plan_with(FIRST).step_s
+    record(replanner, step_s)
+    number = replanner.proposal(WINDOW, 10**4, PRICES)
+    assert number == 1
+    replanner.measure_again()
+    assert record(replanner, 3 * step_s) == [True]  # a neighbour has come meanwhile
+    replanner.try_plan(number, 2 * WINDOW, "")
+    record(replanner, 2 * step_s)
+    assert replanner.way_back(3 * WINDOW, 10**4, PRICES) is None
+
+
+def test_a_plan_that_was_measured_to_be_slower_is_not_gone_back_to_although_it_may_be_faster():
+    predicted_s = plan_with(FIRST).step_s
+    ran = train(replanner_that_finds(GOOD), [predicted_s, 0.97 * predicted_s], 3000, noise=0.1)
+    assert num_moves(ran) == 1
+
+
+def test_a_plan_that_was_tried_while_the_machine_changed_is_not_blamed_for_it():
+    step_s = plan_with(FIRST).step_s
+    blamed, excused = replanner_that_finds(GOOD), replanner_that_finds(GOOD)
+    for replanner in (blamed, excused):
+        record(replanner, step_s)
+        replanner.try_plan(replanner.proposal(WINDOW, 10**4, PRICES) or 0, WINDOW, "")
+        record(replanner, 5 * step_s)
+        replanner.move_to(replanner.way_back(2 * WINDOW, 10**4, PRICES) or 0)
+        assert replanner.current == 0
+    record(blamed, step_s)
+    for replanner in (blamed, excused):
+        assert record(replanner, 5 * step_s, FIRST_PATIENCE)[-1]
+    assert excused.outlook(1, 100, PRICES).saved_s > 2 * blamed.outlook(1, 100, PRICES).saved_s
+
+
 def test_a_neighbour_for_whom_another_plan_is_better_leads_to_a_move():
     predicted_s = plan_with(FIRST).step_s
     replanner = replanner_that_finds(FIRST, FIRST, FIRST, FIRST, GOOD)

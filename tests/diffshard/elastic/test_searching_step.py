@@ -68,8 +68,8 @@ def test_losses_are_those_of_one_device_before_and_after_a_move():
         losses = losses_until_moved(step, 1)
     assert step.num_steps == len(losses)
     np.testing.assert_allclose(losses, expected_losses(60)[: len(losses)], rtol=1e-5)
-    assert [event.action for event in step.history][:3] == ["begins", "measured", "tries"]
-    assert f"plan {step.history[2].plan}  tries" in str(step)
+    assert [event.action for event in step.history][:4] == ["begins", "measured", "measured", "tries"]
+    assert f"plan {step.history[3].plan}  tries" in str(step)
 
 
 def test_a_state_goes_back_when_the_tried_plan_is_slower():
@@ -92,9 +92,11 @@ def test_a_search_that_fails_leaves_the_training_as_it_is(monkeypatch):
 
     monkeypatch.setattr(Replanner, "proposal", fail)
     (state, _), losses, step = arguments(MODEL), [], search_while_training(searched(), MANY_STEPS, window_steps=2)
+    assert not step.is_searching
     for batch in itertools.islice(batches(), 3):
         state, loss = step(state, batch)
         losses.append(float(loss))
+    assert step.is_searching
     assert isinstance(step._search.exception(), RuntimeError)  # pyright: ignore[reportOptionalMemberAccess]
     with pytest.warns(UserWarning, match="no plan today"):
         state, loss = step(state, next(itertools.islice(batches(), 3, None)))
@@ -150,7 +152,7 @@ def test_a_compiled_step_is_not_compiled_again_when_it_is_called(caplog):
         return sum("XLA compilation" in record.getMessage() for record in caplog.records), float(loss)
 
     plain, compiled = searched(donate_argnums=()), searched(donate_argnums=())
-    compiled.compile(state, batch)
+    assert compiled.compile(state, batch) is compiled.compile(state, batch)
     (some, expected), (none, loss) = compilations(plain), compilations(compiled)
     assert (some > 0, none) == (True, 0)
     assert loss == expected
