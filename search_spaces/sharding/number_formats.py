@@ -118,9 +118,10 @@ class MixedProducts:
     """A graph on one device, whose products have operands that are exact, rounded, or a mixture of both.
 
     With weights 0 and 1 it rounds as `formatted_product` does, but multiplies the rounded numbers in float32, which
-    has them all. So one compiled function measures every set of products. Between 0 and 1 an operand is
-    (1 - Σ w) · exact + Σ w · rounded, which is differentiable in the weights. Derivatives go through rounding as if it
-    were the identity (straight through), also those of what follows in the update and in later steps.
+    has them all. So one compiled function measures every set of products. What has the weight 0 is not rounded, and its
+    derivative counts as 0. Above 0 an operand is (1 - Σ w) · exact + Σ w · rounded, which is differentiable in the
+    weights. Derivatives go through rounding as if it were the identity (straight through), also those of what follows
+    in the update and in later steps.
 
     Args:
       layout: any layout; on one device specs mean nothing.
@@ -279,24 +280,29 @@ class _Mixed:
         return [_Summands(results[0], operands)] if has_sums else results
 
     def _mixed(self, array: Any, vertex: Vertex, position: int, row: int) -> jax.Array:
-        exact, dim, ways = array.astype(jnp.float32), contracted(vertex, position), []
-        for column, to in enumerate(self.formats):
-            if not takes(vertex, to.name):
-                ways.append(exact)
-                continue
+        exact, dim, fixed = array.astype(jnp.float32), contracted(vertex, position), lax.stop_gradient(array)
+        columns = [column for column, to in enumerate(self.formats) if takes(vertex, to.name)]
+        delayed, noted = self.delayed, None
+        if delayed is not None and any(self.formats[column].is_delayed for column in columns):
+            noted = Codes(*delayed.rounded(fixed, vertex, position))  # magnitudes are noted whatever the weights are
+
+        def in_format(column: int, to: ProductFormat) -> jax.Array:
             if to.is_delayed:
-                assert self.delayed is not None
-                codes = Codes(*self.delayed.rounded(array, vertex, position))
-                told_by = self.delayed.found(vertex, position)
+                assert delayed is not None
+                assert noted is not None
+                codes, told_by = noted, delayed.found(vertex, position)
             else:
-                codes = rounded(array, vertex, position, to, ())
+                codes = rounded(fixed, vertex, position, to, ())
                 told_by = codes.scale
-            ways.append(numbers_of(codes, dim[-1] if dim else 0))
             if self.on_overflow is not None:
-                has_none = (self.weights[row, column] > 0) & ~jnp.all(jnp.isfinite(told_by.astype(jnp.float32)))
+                has_none = ~jnp.all(jnp.isfinite(told_by.astype(jnp.float32)))
                 report = partial(jax.debug.callback, partial(self.on_overflow, row, column))
                 lax.cond(has_none, report, lambda: None)
-        return _mixture(exact, lax.stop_gradient(jnp.stack(ways)), self.weights[row, : len(ways)])
+            return numbers_of(codes, dim[-1] if dim else 0)
+
+        weights = self.weights[row, np.array(columns)]
+        ways = [partial(in_format, column, self.formats[column]) for column in columns]
+        return _mixture(exact, _ways_with_weight(lax.stop_gradient(exact), weights, ways), weights)
 
     def reduce(self, vertex: Vertex, results: Sequence[Any], residual: Any = None) -> Sequence[Any]:
         """Mixes a result with sums of the same operands that are sent as codes; `residual` is by the format's name."""
