@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from diffshard.sharding_search.number_formats import GRADIENTS, KEPT, ProductGroup
 from search_spaces.sharding.base import FormatKey
-from search_spaces.sharding.product_formats import is_backward
+from search_spaces.sharding.product_formats import FORMATS, is_backward
 
 _LEAST_LAYERS = 3
 """Equal products from which on the first and the last of them count as those of the first and last layers."""
@@ -16,8 +16,9 @@ def simple_rules(groups: Sequence[ProductGroup]) -> dict[str, frozenset[FormatKe
 
     The head is the place of the last product of the forward pass. The first and last layers are the places of the first
     and last product, and of many equal products the first and the last. With several formats each has these rules, and
-    one more puts the head into the first format and the others into the last one. Other rules send the sums of all
-    gradients in one format, or keep all arrays for the backward pass in one.
+    more mix the one of most bits and the one of fewest: in the latter may be all products that can be, all but the
+    head, all but the first and last layers, those of the forward pass, or those of the backward pass. Other rules send
+    the sums of all gradients in one format, or keep all arrays for the backward pass in one.
 
     Args:
       groups: all products, sums and kept arrays of a step, in each format that they may be in.
@@ -29,7 +30,7 @@ def simple_rules(groups: Sequence[ProductGroup]) -> dict[str, frozenset[FormatKe
     forward = sorted((v.position, place) for v, place in vertices if v.position < backward)
     ends = {forward[0][1], forward[-1][1]} if forward else set()
     head = {forward[-1][1]} if forward else set()
-    formats = list(dict.fromkeys(group.format for group in groups))
+    formats = sorted(dict.fromkeys(group.format for group in groups), key=lambda name: -FORMATS[name].num_bytes)
 
     def products(name: str, places: set[str], inner_only: bool = False) -> frozenset[FormatKey]:
         kept = [group for group in groups if group.format == name and group.place not in places]
@@ -45,7 +46,17 @@ def simple_rules(groups: Sequence[ProductGroup]) -> dict[str, frozenset[FormatKe
             f"all but first and last layers{words}": products(name, ends, inner_only=True),
         }
     if len(formats) > 1:
-        others = products(formats[-1], head)
-        of_head = frozenset(m for g in groups if g.place in head and g.format == formats[0] for m in g.members)
-        rules[f"the head in {formats[0]}, all others in {formats[-1]}"] = of_head | others
+        widest, narrowest = products(formats[0], set()), formats[-1]
+        inside = products(narrowest, set())
+        in_backward = frozenset(g.member(v) for g in groups for v in g.vertices if is_backward(v))
+        rules |= {
+            f"{words} in {narrowest}, others in {formats[0]}": widest | own
+            for words, own in {
+                "all that can be": inside,
+                "all but the head": products(narrowest, head),
+                "all but first and last layers": products(narrowest, ends, inner_only=True),
+                "the forward pass": inside - in_backward,
+                "the backward pass": inside & in_backward,
+            }.items()
+        }
     return rules

@@ -60,9 +60,15 @@ def test_one_format_is_taken_of_each_group():
 def test_rules_of_two_formats():
     groups = groups_of(traced(train_step, arguments(32, 32))[2].graph, BOTH)
     rules = simple_rules(groups)
-    assert {"all products", "all products in float4", "all but the head in float4"} <= rules.keys()
-    mixed = rules["the head in float8, all others in float4"]
-    assert mixed == (rules["all products"] - rules["all but the head"]) | rules["all but the head in float4"]
+    others = rules["all products"]
+    for mixed in ("all products", "all but the head", "all but first and last layers"):
+        words = mixed.replace("all products", "all that can be")
+        assert rules[f"{words} in float4, others in float8"] == others | rules[f"{mixed} in float4"]
+    halves = [rules[f"the {way} pass in float4, others in float8"] - others for way in ("forward", "backward")]
+    assert halves[0] | halves[1] == rules["all products in float4"]
+    assert not halves[0] & halves[1]
+    assert all(halves)
+    assert rules == simple_rules(groups_of(traced(train_step, arguments(32, 32))[2].graph, BOTH[::-1]))
 
 
 @pytest.mark.parametrize("name", ["int8", "float8_rows", "float4"])
