@@ -244,6 +244,7 @@ class PlannedFormats:
       measured_increase: of the formats together; None where nothing was measured, and in plans of older versions.
       measured_by: what that was measured by; "" for nothing.
       trials: what was measured together, in this order.
+      increases_by: what told the increase of each group, as in `Formats`; "" where they were given.
     """
 
     max_loss_increase: Amount
@@ -252,6 +253,7 @@ class PlannedFormats:
     measured_increase: AnyNumber | None = None
     measured_by: str = ""
     trials: tuple[FormatTrial, ...] = ()
+    increases_by: str = ""
 
     @property
     def increases(self) -> dict[str, float]:

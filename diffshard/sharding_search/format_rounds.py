@@ -127,12 +127,17 @@ def _is_for(plan: Plan, groups: Sequence[ProductGroup], formats: Formats) -> boo
     offered = {group.name: (group.kind, group.format) for group in groups}
     known = {group.name: (group.kind, group.format) for group in planned.groups}
     is_measured, given = bool(formats.calls or formats.validation_runs), formats.increases
-    if bool(planned.measured_by) != is_measured:
+    if bool(planned.measured_by) != is_measured or planned.increases_by != _increases_by(formats):
         return False
     if given is not None:
         is_as_given = is_measured or all(given.get(group.name) == group.loss_increase for group in planned.groups)
         return is_as_given and known.keys() == offered.keys() & given.keys()
     return known.keys() <= offered.keys() and {*known.values()} == {*offered.values()}  # some may not be measured
+
+
+def _increases_by(formats: Formats) -> str:
+    """Returns what tells the increase of each group first; "" where they are given."""
+    return formats.increases_by if formats.increases is None else ""
 
 
 def measured_trials(
@@ -304,6 +309,7 @@ def _with_formats(
             FormatTrial(t.name, t.found.plan.step_s, len(t.found.products), t.predicted, t.measured, t.error)
             for t in trials
         ),
+        _increases_by(formats),
     )
     plan = replace(plan, lower_bound_s=bound_s, timeline=timeline, formats=planned)
     return replace(plan, status="finished") if plan.gap > OPTIMAL_GAP and plan.status == "optimal" else plan

@@ -241,6 +241,24 @@ def test_a_group_with_an_increase_of_inf_stays_as_it_is(tmp_path):
     assert diffshard.Plan.load(tmp_path / "plan.json", mesh) == plan
 
 
+def test_a_plan_is_taken_again_where_its_increases_came_in_the_same_way():
+    mesh, measured = mesh_of(2), {"calls": calls_of(3, 2), "steps": 2, "rounds": 0}
+    plan = search(mesh, UNLIMITED, **measured).plan(*arguments())
+    assert plan.formats is not None
+    assert plan.formats.increases_by == "looks"
+
+    def again(**formats):
+        limits = diffshard.formats.Formats(UNLIMITED, **measured, **formats)
+        step = diffshard.search(train_step, mesh, hardware=fast_links(mesh), formats=limits, start=plan)
+        found = step.plan(*arguments()).formats
+        assert found is not None
+        return found
+
+    assert again() == plan.formats
+    assert again(increases_by="gradients").increases_by == "gradients"
+    assert again(increases=plan.formats.increases).increases_by == ""
+
+
 def test_known_increases_begin_the_rounds_and_name_what_may_be_rounded():
     names = [group.name for group in groups_of(traced(train_step, arguments())[2].graph)]
     increases = dict.fromkeys(names[:2], 0.0)
