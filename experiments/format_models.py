@@ -1,6 +1,6 @@
 """Models that are trained small and priced wide, and what their formats are measured by."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,8 @@ from diffshard.sharding_search.call import array_types
 from diffshard.sharding_search.format_losses import MeasuredLosses
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import space_of, trace_function
-from experiments.models import digits, gpt, mixer, moe, text
+from experiments.host_devices import AXIS_NAMES
+from experiments.models import digits, gpt, masked_encoder, mixer, moe, text, vision_transformer
 from experiments.models.model import Model, abstract_arguments
 
 LOOK_STEPS, LOOKS, RUN_STEPS = 20, 2, 60
@@ -33,6 +34,26 @@ def digits_batch(model: dict[str, Any], key: jax.Array) -> dict[str, jax.Array]:
     return {"image": jax.numpy.asarray(patches), "label": jax.numpy.asarray(labels[chosen])}
 
 
+def image_batch(model: dict[str, Any], key: jax.Array) -> dict[str, jax.Array]:
+    """Draws handwritten digits as images of 8x8 pixels in three equal channels."""
+    images, labels = digits.load()
+    chosen = np.asarray(jax.random.randint(key, (model["batch"],), 0, len(images)))
+    return {
+        "image": jax.numpy.asarray(np.repeat(images[chosen][..., None], 3, axis=-1)),
+        "label": jax.numpy.asarray(labels[chosen]),
+    }
+
+
+def masked_batch(model: dict[str, Any], key: jax.Array) -> dict[str, jax.Array]:
+    """Draws windows of the Python reference, and which of their bytes are masked."""
+    window_key, mask_key = jax.random.split(key)
+    tokens = text.sample(text.load("python_reference"), window_key, model["batch"], model["sequence"] - 1)
+    return {
+        "tokens": tokens,
+        "is_masked": jax.random.bernoulli(mask_key, masked_encoder.MASKED_SHARE, tokens.shape),
+    }
+
+
 class Case(NamedTuple):
     """A model that is trained small and priced wide; `tiny` is for tests."""
 
@@ -46,16 +67,27 @@ class Case(NamedTuple):
 _TEXT = {"batch": 64, "layers": 1, "heads": 32, "sequence": 1024, "vocabulary": 32768}
 MODELS = {
     "gpt": Case(
-        gpt.make, text_batch, {"batch": 8, "layers": 1, "width": 64, "sequence": 64},
-        {"batch": 2, "width": 16, "sequence": 16}, {**_TEXT, "layers": 2, "width": 4096},
+        gpt.make, text_batch, {"batch": 8, "layers": 1, "width": 64, "sequence": 32},
+        {"batch": 2, "width": 16, "sequence": 16}, {**_TEXT, "width": 4096},
     ),
     "mixer": Case(
         mixer.make, digits_batch, {"batch": 64}, {"batch": 2, "width": 8},
-        {"batch": 512, "width": 4096, "patches": 256, "pixels": 768},
+        {"batch": 512, "layers": 1, "width": 4096, "patches": 256, "pixels": 768},
     ),
     "moe": Case(
         moe.make, text_batch, {"batch": 4, "layers": 1, "width": 32, "sequence": 32},
         {"batch": 2, "width": 16, "sequence": 16}, {**_TEXT, "width": 2048, "heads": 16},
+    ),
+    "masked-encoder": Case(
+        masked_encoder.make, masked_batch,
+        {"batch": 16, "width": 32, "hidden": 128, "vocabulary": 256, "sequence": 64},
+        {"batch": 2, "vocabulary": 256}, {**_TEXT, "width": 4096, "hidden": 16384},
+    ),
+    "vision-transformer": Case(
+        vision_transformer.make, image_batch,
+        {"batch": 32, "width": 32, "hidden": 128, "patch": 2, "image": 8},
+        {"batch": 2, "patch": 2, "image": 8},
+        {"batch": 512, "width": 4096, "heads": 32, "hidden": 16384, "patch": 14, "image": 224, "classes": 1000},
     ),
 }  # fmt: skip
 
@@ -71,11 +103,11 @@ class Setting(NamedTuple):
     hardware: Hardware
 
     @classmethod
-    def of(cls, name: str, sizes: str, hardware: str = "h100") -> "Setting":
-        """Returns the setting of a model of `MODELS` on 8 GPUs of a preset."""
+    def of(cls, name: str, sizes: str, hardware: str = "h100", shape: Sequence[int] = (2, 4)) -> "Setting":
+        """Returns the setting of a model of `MODELS` on GPUs of a preset."""
         case = MODELS[name]
         small = case.small if sizes == "full" else case.tiny
-        mesh = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        mesh = AbstractMesh(tuple(shape), AXIS_NAMES[len(shape)], axis_types=(AxisType.Auto,) * len(shape))
         priced = diffshard.preset(hardware, dict(mesh.shape))
         return cls(case, small, case.make(**small), case.make(**case.wide), mesh, priced)
 

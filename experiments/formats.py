@@ -1,16 +1,16 @@
 """Number formats chosen by the loss, against rules: training in float8, and the time of compiled programs with it.
 
-    python -m experiments.formats --models gpt [--searches 3] [--steps 100] [--seeds 3] [--budgets 0.002 0.005 0.02]
+    python -m experiments.formats --models gpt --mesh 8 --hardware b200 --products float8 float4 [--searches 3]
     python -m experiments.formats --joint --models gpt
     python -m experiments.formats --compile decoder --mesh 2x4 [--products float8 float8_delayed]
 
 The first searches for each model and budget with several seeds, for the calls as for the solver. Increases are measured
-on a small model by looks ahead and two validation runs, and priced on a model of the same code that is wide enough for
-its products to pay, on 8 GPUs. What is found stands against the simple rules, in predicted seconds and in what training
-the small model adds to the loss, with seeds and batches that no search had. Formats are emulated exactly on one device.
-The second holds the search for both at once against shardings first and formats afterwards, on slower and faster links
-and with less memory. The last compiles a model of `experiments.timeline_models` for H100s (the extra `gpu-compile`)
-with exact products and with all that gain by a format in it, and plays the programs back.
+on a small model by two looks ahead and two validation runs, and priced on a model of the same code that is wide enough
+for its products to pay, on 8 GPUs. What is found stands against the simple rules, in predicted seconds and in what
+training the small model adds to the loss, with seeds and batches that no search had. Formats are emulated exactly on
+one device. The second holds the search for both at once against shardings first and formats afterwards, on slower and
+faster links and with less memory. The last compiles a model of `experiments.timeline_models` for H100s (the extra
+`gpu-compile`) with exact products and with all that gain by a format in it, and plays the programs back.
 """
 
 import argparse
@@ -30,11 +30,11 @@ from diffshard.base import Deadline, InfeasibleError
 from diffshard.checks.kernel_work import achievable_rates
 from diffshard.checks.timeline import simulate
 from diffshard.plans.formats import format_bytes, format_s
+from diffshard.sharding_search.format_losses import MeasuredLosses
 from diffshard.sharding_search.format_rounds import (
     Trial,
     fastest_trial,
     increases_at,
-    measured_losses,
     measured_trials,
     stand_ins,
 )
@@ -59,6 +59,7 @@ from experiments.models.model import Model, abstract_arguments
 from experiments.tables import print_table
 from experiments.targets import MESHES
 from experiments.timeline_models import CASES
+from search_spaces.sharding.base import FormatKey
 from search_spaces.sharding.codes import FORMATS as CODES
 from search_spaces.sharding.format_gains import gains_s, in_formats
 from search_spaces.sharding.product_formats import FORMATS
@@ -68,6 +69,8 @@ ANY_LOSS = 1e9
 """A limit that no increase reaches."""
 FASTER = 1e-3
 """The share of the time from which on a plan counts as faster than a rule; the solver's gap is less."""
+PARTS = ("attention", "feed_forward", "token_", "channel_")
+"""What names of modules have that are a part of a layer in the models."""
 SETTINGS = [*((links, share) for links in (1 / 16, 1 / 4, 1) for share in (None, 0.75, 0.55)), (4, None)]
 """Factors of the rates of links, and the memory as a share of what the fastest sharding takes; None for all of it."""
 
@@ -90,7 +93,7 @@ def rules_tables(
     print(f"{name}: exact losses", *(f"{loss:.4f}" for loss in exact), flush=True)
     found: dict[float, list[tuple[float, float, float]]] = {budget: [] for budget in budgets}
     rules, rows = {}, []
-    for seed, budget, groups, trials in searches_of(setting, searches, budgets, kinds):
+    for seed, budget, groups, trials in searches_of(setting, held_out, searches, budgets):
         ruled = [trial for trial in trials if "round" not in trial.name]
         for trial in ruled:
             if trial.name not in rules:
@@ -98,7 +101,11 @@ def rules_tables(
                 rules[trial.name] = trial.found.plan.step_s, trained.mean()
                 row = [trial.name, format_s(trial.found.plan.step_s), f"{len(trial.found.products)}"]
                 rows.append([*row, *(f"{number:+.4f}" for number in (trained.mean(), *trained))])
-                print(*rows[-1], sep="  ", flush=True)
+                print(*rows[-1], f"{trial.measured:+.4f}", sep="  ", flush=True)
+        for trial in trials:
+            if trial not in ruled:
+                numbers = [f"{number:+.4f}" for number in (trial.predicted, trial.measured)]
+                print(budget, seed, trial.name, format_s(trial.found.plan.step_s), *numbers, sep="  ", flush=True)
         best, rule = fastest_trial(trials, budget), fastest_trial(ruled, budget)
         trained = held_out.late_losses(stand_ins(held_out, groups, best.found.products)) - exact
         seconds = best.found.plan.step_s
@@ -121,26 +128,43 @@ def rules_tables(
 
 
 def searches_of(
-    setting: Setting, searches: int, budgets: Sequence[float], kinds: Mapping[str, Any]
+    setting: Setting, losses: MeasuredLosses, searches: int, budgets: Sequence[float]
 ) -> Iterator[tuple[int, float, list[ProductGroup], list[Trial]]]:
     """Returns for each seed and budget the groups of the wide model, and what a search measures.
 
-    The searches of a seed share the looks at the exact choice, and equal validation runs.
+    The searches of a seed share the looks at the exact choice, and equal validation runs; rounds after the first scale
+    the increases of these looks by what validation runs measure. All searches share the plans of rules.
     """
     options = options_of(setting.wide, setting.mesh, setting.hardware)
     traced = trace_function(options, abstract_arguments(setting.wide))
     space = space_of(options, traced)
+    groups, every = offered_groups(space, losses.formats), all_groups(space, losses.formats)
+    rules, planned = {**simple_rules(every), **rules_of_parts(every)}, {}
     for seed in range(searches):
-        formats = diffshard.formats.Formats(1.0, rounds=1, **kinds, **setting.measures(seed, looks=1))
-        groups, losses, increases, rules = offered_groups(space, formats), None, {}, {}
+        measures = setting.measures(seed)
+        runs, calls = measures["validation_runs"], measures["calls"]
+        judged = losses.on(dataclasses.replace(losses.formats, calls=(), validation_runs=runs))
+        looked = losses.on(dataclasses.replace(losses.formats, calls=calls, validation_runs=()))
+        increases = increases_at(looked, groups, frozenset())
         for budget in budgets:
-            formats = dataclasses.replace(formats, max_loss_increase=budget)
-            options = dataclasses.replace(options, formats=formats, key=seed)
-            request = PlanRequest(options, traced, space, time.perf_counter())
-            if losses is None:
-                losses, rules = measured_losses(request), simple_rules(all_groups(space, formats))
-                increases = increases_at(losses, groups, frozenset())
-            yield seed, budget, groups, measured_trials(request, groups, losses, increases, rules)
+            formats = dataclasses.replace(judged.formats, max_loss_increase=budget, increases=increases)
+            request = PlanRequest(
+                dataclasses.replace(options, formats=formats, key=seed), traced, space, time.perf_counter()
+            )
+            yield seed, budget, groups, measured_trials(request, groups, judged, increases, rules, planned)
+
+
+def rules_of_parts(groups: Sequence[ProductGroup]) -> dict[str, frozenset[FormatKey]]:
+    """Returns rules with a part of each layer in the format of fewest bits, and all else in the other format if any."""
+    groups = [group for group in groups if group.kind == "product"]
+    *wider, narrowest = dict.fromkeys(group.format for group in groups)
+    others = frozenset().union(*(group.members for group in groups if group.format in wider))
+    rules = {}
+    for part in PARTS:
+        own = [group.members for group in groups if group.format == narrowest and part in group.place]
+        if own:
+            rules[", others in ".join([f"{part} in {narrowest}", *wider])] = others.union(*own)
+    return rules
 
 
 def options_of(model: Model, mesh: Any, hardware: Hardware) -> Options:
@@ -263,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     kinds = {"products": options.products, "sums": options.sums}
     for model in options.models:
-        setting = Setting.of(model, options.sizes, options.hardware)
+        setting = Setting.of(model, options.sizes, options.hardware, parse_mesh(options.mesh))
         if options.joint:
             joint_table(setting, options.budgets, {**kinds, "kept": ["int8"]}, options.time_limit)
         else:

@@ -6,6 +6,7 @@ without; the difference of the losses is what they do. One factor leads from the
 trains from its beginning, and needs none.
 """
 
+import copy
 import math
 import warnings
 from collections import Counter
@@ -66,17 +67,13 @@ class MeasuredLosses:
         paths: Sequence[str],
         num_devices: int = 1,
     ):
-        self.formats, self.graph = formats, space.graph
+        self.graph = space.graph
         self.groups = {group.name: group for group in all_groups(space, formats)}
         _check_trains(self.graph, options.function_name)
         types_of_results = [getattr(output, "aval", output) for output in self.graph.outputs]
         self._loss = loss_result("Formats.loss", formats.loss, types_of_results, self.graph.feedback, paths)
-        self._calls = _flat_calls(options, types, "Formats.calls", formats.calls)
-        self._runs = [
-            _flat_calls(options, types, f"Formats.validation_runs[{i}]", run)
-            for i, run in enumerate(formats.validation_runs)
-        ]
-        _warn_of_equal_batches(self.graph, self._calls, self._runs)
+        self._options, self._types = options, types
+        self._take_calls(formats)
         vertices = dict.fromkeys(v.index for group in self.groups.values() for v in group.vertices)
         self._row = {vertex: row for row, vertex in enumerate(vertices)}
         names = {"product": formats.products, "sum": formats.sums, "kept": formats.kept}
@@ -91,8 +88,23 @@ class MeasuredLosses:
         self.overflows: Counter[str] = Counter()
         """How many operands of each group had numbers that are not finite, and so no scale."""
         self.look = Look(mixed, replaced, self._loss, self._count_overflow)
+
+    def _take_calls(self, formats: Formats) -> None:
+        self.formats = formats
+        self._calls = _flat_calls(self._options, self._types, "Formats.calls", formats.calls)
+        self._runs = [
+            _flat_calls(self._options, self._types, f"Formats.validation_runs[{i}]", run)
+            for i, run in enumerate(formats.validation_runs)
+        ]
+        _warn_of_equal_batches(self.graph, self._calls, self._runs)
         self._exact_losses: list[float] = []
         self._late_losses: dict[frozenset[FormatKey], list[float]] = {}
+
+    def on(self, formats: Formats) -> "MeasuredLosses":
+        """Returns the same function measured on the calls of formats with the same names; nothing compiles again."""
+        other = copy.copy(self)
+        other._take_calls(formats)
+        return other
 
     def check_exact(self, fn: Callable[..., Sequence[Any]]) -> None:
         """Compares the first loss of what is measured, with exact products, with that of the function itself.

@@ -146,10 +146,14 @@ def measured_trials(
     losses: MeasuredLosses,
     increases: dict[str, float],
     rules: Mapping[str, Set[FormatKey]],
+    planned: dict[str, FoundFormats] | None = None,
 ) -> list[Trial]:
     """Returns what was found in each round, and the rules, in the order in which they were measured.
 
     The last round stands in the place of an earlier one that found the same formats.
+
+    Args:
+      planned: the plans of rules, which depend on no loss: those that are here are taken, and others are added.
     """
     formats = request.options.formats
     assert formats is not None
@@ -165,6 +169,7 @@ def measured_trials(
         return losses.increase_of(stand_ins(losses, groups, products))
 
     trials: list[Trial] = []
+    planned = {} if planned is None else planned
     start = first_start(request, known, deadline())
     for number in range(formats.rounds + 1):
         found = fastest_within(request, known, increases, limit, deadline(), start)
@@ -178,13 +183,15 @@ def measured_trials(
         if number == 0:
             for name, products in {"nothing": frozenset(), **rules}.items():
                 try:
-                    plan, rounded, choice = plan_with(request, offered & products, deadline(), found.start)
+                    if name not in planned:
+                        own = plan_with(request, offered & products, deadline(), found.start)
+                        planned[name] = FoundFormats(*own, found.bound_of_any_s, found.bound_of_any_s)
                 except InfeasibleError:  # the memory limit needs arrays that are kept as codes
                     continue
+                rounded = planned[name].products
                 equal = next((t for t in trials if t.found.products == rounded), None)
                 increase = measured(rounded) if equal is None else Increase(equal.measured, equal.error)
-                rule = FoundFormats(plan, rounded, choice, found.bound_of_any_s, found.bound_of_any_s)
-                trials.append(_trial(name, rule, groups, increases, increase))
+                trials.append(_trial(name, planned[name], groups, increases, increase))
         start = found.start
         if number < formats.rounds:
             around = last if last.measured > limit else fastest_trial(trials, limit)
