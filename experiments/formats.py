@@ -71,6 +71,8 @@ FASTER = 1e-3
 """The share of the time from which on a plan counts as faster than a rule; the solver's gap is less."""
 PARTS = ("attention", "feed_forward", "token_", "channel_")
 """What names of modules have that are a part of a layer in the models."""
+ROUNDS = 4
+"""Rounds of a search, at most."""
 SETTINGS = [*((links, share) for links in (1 / 16, 1 / 4, 1) for share in (None, 0.75, 0.55)), (4, None)]
 """Factors of the rates of links, and the memory as a share of what the fastest sharding takes; None for all of it."""
 
@@ -147,7 +149,7 @@ def searches_of(
         looked = losses.on(dataclasses.replace(losses.formats, calls=calls, validation_runs=()))
         increases = increases_at(looked, groups, frozenset())
         for budget in budgets:
-            formats = dataclasses.replace(judged.formats, max_loss_increase=budget, increases=increases)
+            formats = dataclasses.replace(judged.formats, max_loss_increase=budget, increases=increases, rounds=ROUNDS)
             request = PlanRequest(
                 dataclasses.replace(options, formats=formats, key=seed), traced, space, time.perf_counter()
             )

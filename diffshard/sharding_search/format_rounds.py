@@ -1,10 +1,10 @@
 """Chooses number formats in rounds: what a product does to the loss depends on which others are in float8.
 
 The first round prices each group of products by what it adds to the loss alone. The formats that are found by these
-prices are measured together, and each group once more where they are in float8: what the loss falls by without it, or
-rises by with it. The prices of those in float8 are scaled so that their sum is what was measured of all, and the
-problem is solved again, until the formats have been measured before. Simple rules are measured, too, and the fastest
-plan whose own measured increase is within the limit is returned.
+prices are measured together, and simple rules, too. Each group is measured once more where these formats are: what the
+loss falls by without it, or rises by with it. These prices are fitted to what was measured of all trials, and the
+problem is solved again, until the formats have been measured before. The fastest plan whose own measured increase is
+within the limit is returned.
 """
 
 import math
@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 from jax.extend import core
+from scipy.optimize import nnls
 
 from diffshard.base import OPTIMAL_GAP, Deadline, InfeasibleError
 from diffshard.plans.base import FormatGroup, FormatTrial, PlannedFormats
@@ -45,6 +47,8 @@ from search_spaces.sharding.format_gains import gains_s, in_formats
 
 _EXACT_SHARE = 0.2
 """The share of the time limit in which the shardings without float8 are searched, with which the others begin."""
+_TRUSTED_SHARE = 0.1
+"""By which share of a measured increase a sum of groups may differ from it: formats harm a little more together."""
 _MOST_DAMAGE = 10.0
 """The increase that counts for formats whose loss is not finite, in limits: enough for the next round to avoid them."""
 
@@ -169,7 +173,7 @@ def measured_trials(
         return losses.increase_of(stand_ins(losses, groups, products))
 
     trials: list[Trial] = []
-    planned = {} if planned is None else planned
+    planned, looked = {} if planned is None else planned, increases
     start = first_start(request, known, deadline())
     for number in range(formats.rounds + 1):
         found = fastest_within(request, known, increases, limit, deadline(), start)
@@ -196,11 +200,10 @@ def measured_trials(
         if number < formats.rounds:
             around = last if last.measured > limit else fastest_trial(trials, limit)
             products = stand_ins(losses, groups, around.found.products)
-            damage = min(around.measured, _MOST_DAMAGE * limit)
             if losses.takes_looks:
                 within = products if math.isfinite(around.measured) else frozenset()  # else all that follows diverges
-                increases = increases_at(losses, known, within)
-            increases = _scaled(groups, increases, around.found.products, max(0.0, damage))
+                looked = increases_at(losses, known, within)
+            increases = _scaled(groups, fitted_increases(groups, looked, trials, limit), around, limit)
     return trials
 
 
@@ -274,11 +277,41 @@ def stand_ins(losses: MeasuredLosses, groups: Sequence[ProductGroup], products: 
     return frozenset(like)
 
 
-def _scaled(
-    groups: Sequence[ProductGroup], increases: Mapping[str, float], products: Set[FormatKey], together: float
+def fitted_increases(
+    groups: Sequence[ProductGroup], increases: Mapping[str, float], trials: Sequence[Trial], limit: float
 ) -> dict[str, float]:
-    """Returns increases whose sum over the products in float8 is what these were measured to add together."""
-    scaled, shares = dict(increases), {g.name: share_in(g, products) for g in groups if g.name in increases}
+    """Returns increases that agree with what was measured of whole trials, and else are in proportion to given ones.
+
+    They are the least squares of two kinds of distances, none negative. The sum over a trial's formats may differ from
+    what was measured by a share of it, or of the limit if that is more; trials with losses that are not finite do not
+    count. An increase may differ from the given one, times a factor that is fitted to all trials, by itself, or by the
+    mean of all if that is more.
+    """
+    trials = [trial for trial in trials if math.isfinite(trial.measured)]
+    known = [group for group in groups if math.isfinite(increases.get(group.name, math.inf))]
+    given = np.array([increases[group.name] for group in known])
+    shares = np.array([[share_in(group, trial.found.products) for group in known] for trial in trials])
+    measured = np.array([trial.measured for trial in trials])
+    predicted, of_trials = shares @ given, 1 / (_TRUSTED_SHARE * np.maximum(limit, np.abs(measured)))
+    total = np.sum((predicted * of_trials) ** 2)
+    factor = max(0.0, np.sum(measured * predicted * of_trials**2) / total) if total else 1.0
+    prior = factor * given
+    of_groups = 1 / np.maximum(prior, max(float(np.mean(prior)), limit / len(known)) if known else limit)
+    fitted = nnls(
+        np.concatenate([shares * of_trials[:, None], np.diag(of_groups)]),
+        np.concatenate([measured * of_trials, prior * of_groups]),
+    )[0]
+    return {**increases, **dict(zip((group.name for group in known), fitted.tolist(), strict=True))}
+
+
+def _scaled(
+    groups: Sequence[ProductGroup], increases: Mapping[str, float], trial: Trial, limit: float
+) -> dict[str, float]:
+    """Returns increases by which a trial that was measured to be beyond the limit is beyond it, by as much."""
+    scaled, products, together = dict(increases), trial.found.products, min(trial.measured, _MOST_DAMAGE * limit)
+    if not predicted_increase(groups, increases, products) <= limit < together:
+        return scaled
+    shares = {g.name: share_in(g, products) for g in groups if g.name in increases}
     inside = {name for name, share in shares.items() if share}
     total = sum(increases[name] * shares[name] for name in inside)
     for name in inside:

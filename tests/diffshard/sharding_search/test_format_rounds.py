@@ -2,6 +2,8 @@
 
 import itertools
 import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +91,7 @@ def test_what_is_chosen_changes_what_is_measured(monkeypatch):
     assert plan.formats is not None
     first, *others = plan.formats.trials
     assert first.predicted_increase <= limit < first.measured_increase  # alone they seem harmless
-    assert {"nothing", "all but the head", "round 2"} <= {trial.name for trial in others}
+    assert {"nothing", "all but the head"} <= {trial.name for trial in others}
     assert plan.formats.measured_increase is not None
     assert plan.formats.measured_increase <= limit
     within = [trial.step_s for trial in plan.formats.trials if trial.measured_increase <= limit]
@@ -239,6 +241,36 @@ def test_a_group_with_an_increase_of_inf_stays_as_it_is(tmp_path):
     assert {g.name: g.num_rounded for g in plan.formats.groups} == {name: name != names[0] for name in names}
     plan.save(tmp_path / "plan.json")
     assert diffshard.Plan.load(tmp_path / "plan.json", mesh) == plan
+
+
+def test_increases_are_fitted_to_what_trials_measured():
+    groups = groups_of(traced(train_step, arguments())[2].graph)
+    true = dict(zip((group.name for group in groups), (0.3, 0.1, 0.0, 0.2, 0.4, 0.5), strict=True))
+    looks = {name: 10 * increase + 0.4 * (-1) ** i for i, (name, increase) in enumerate(true.items()) if increase}
+
+    def trial(inside, measured=None):
+        products = frozenset(m for group in inside for m in group.members)
+        together = sum(true[group.name] for group in inside) if measured is None else measured
+        found: Any = SimpleNamespace(products=products)
+        return format_rounds.Trial("", found, {}, 0.0, together, None)
+
+    def error(fitted):
+        return sum(abs(fitted[name] - true[name]) for name in looks)
+
+    fitted = [
+        format_rounds.fitted_increases(groups, looks, trials, 0.1)
+        for trials in (
+            [trial(groups)],
+            [trial(groups), trial(groups, np.inf), trial(groups[:2])],
+            [trial(groups), *(trial([group]) for group in groups)],
+        )
+    ]
+    errors = [error(own) for own in (looks, *fitted)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.1
+    assert all(own.keys() == looks.keys() for own in fitted)  # what has no increase gets none
+    diverging = {**looks, groups[0].name: np.inf}
+    assert format_rounds.fitted_increases(groups, diverging, [trial(groups[1:])], 0.1)[groups[0].name] == np.inf
 
 
 def test_a_plan_is_taken_again_where_its_increases_came_in_the_same_way():
