@@ -8,13 +8,19 @@ belong to. That exchange ends when the device that began last has sent its rows,
 
 for forward lookups F and the rest R of each device d: both exchanges and the backward pass.
 
-Letters for sizes: D devices.
+Links in a host are faster than those to other hosts, so that an exchange is priced by its bytes over each of them, one
+after the other. Rows of which each host has a copy are exchanged in the host alone, and only the sum of their gradients
+leaves it.
+
+Letters for sizes: D devices on H hosts.
 
 Source: the constants and the bytes of a lookup are those of TorchRec's `EmbeddingPerfEstimator` (table-wise sharding);
-that a step takes as long as its slowest device: Zha et al., "NeuroShard" (MLSys 2023), section 2.
+that a step takes as long as its slowest device: Zha et al., "NeuroShard" (MLSys 2023), section 2; rows copied where the
+topology says so: Sethi et al., "FlexShard" (2023).
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -83,7 +89,45 @@ def host_fetch_s(lookups: ArrayLike, columns: ArrayLike, itemsize: ArrayLike, ha
     return num_bytes / hardware.host_memory_bytes_per_s
 
 
-def exchange_s(outputs: ArrayLike, columns: ArrayLike, num_devices: int, s_per_byte: float) -> np.ndarray:
+class TableLinks(NamedTuple):
+    """The links between D devices on H hosts of equally many.
+
+    Attributes:
+      num_devices: D.
+      s_per_byte: seconds of a byte that a device sends to another one of its host; of one host, to any other.
+      num_hosts: H, a divisor of D.
+      far_s_per_byte: seconds of a byte that a device sends to another host, while all devices of its host send.
+    """
+
+    num_devices: int
+    s_per_byte: float
+    num_hosts: int = 1
+    far_s_per_byte: float = 0.0
+
+    @property
+    def inside(self) -> "TableLinks":
+        """The links of one host alone."""
+        return TableLinks(self.num_devices // self.num_hosts, self.s_per_byte)
+
+    @property
+    def across(self) -> "TableLinks":
+        """The links between one device of each host."""
+        return TableLinks(self.num_hosts, self.far_s_per_byte)
+
+    @property
+    def exchanged_s_per_byte(self) -> float:
+        """Seconds of a byte in parts of equal size for all devices, one of which stays."""
+        in_host, in_others = self.inside.num_devices - 1, self.num_devices - self.inside.num_devices
+        return (in_host * self.s_per_byte + in_others * self.far_s_per_byte) / self.num_devices
+
+    @property
+    def reduced_s_per_byte(self) -> float:
+        """Seconds of a byte in an all-reduce: of its parts in each host, then of each part across hosts."""
+        size, hosts = self.inside.num_devices, self.num_hosts
+        return 2 * ((size - 1) / size * self.s_per_byte + (hosts - 1) / hosts / size * self.far_s_per_byte)
+
+
+def exchange_s(outputs: ArrayLike, columns: ArrayLike, links: TableLinks) -> np.ndarray:
     """Computes the seconds in which one device sends pooled rows to all others, or receives their gradients.
 
     The latency is the same for all placements and left out.
@@ -91,15 +135,13 @@ def exchange_s(outputs: ArrayLike, columns: ArrayLike, num_devices: int, s_per_b
     Args:
       outputs: pooled rows.
       columns: of each row.
-      num_devices: D; an example in D stays where it is.
-      s_per_byte: of the link.
+      links: between D devices; an example in D stays where it is.
     """
-    sent = np.asarray(outputs, float) * columns * POOLED_BYTES * (num_devices - 1) / num_devices
-    return sent * s_per_byte
+    return np.asarray(outputs, float) * columns * POOLED_BYTES * links.exchanged_s_per_byte
 
 
 def copy_update_s(
-    rows: ArrayLike, columns: ArrayLike, itemsize: ArrayLike, num_devices: int, s_per_byte: float, hardware: Hardware
+    rows: ArrayLike, columns: ArrayLike, itemsize: ArrayLike, links: TableLinks, hardware: Hardware
 ) -> np.ndarray:
     """Computes the seconds of a copy's update: the all-reduce of its gradient, and the passes over all of its numbers.
 
@@ -111,21 +153,19 @@ def copy_update_s(
       rows: of the copy.
       columns: of each row.
       itemsize: bytes of one number of the table.
-      num_devices: D, all of which have a copy.
-      s_per_byte: of the link.
+      links: between the devices that have a copy.
       hardware: the device, whose memory's bandwidth counts.
     """
     rows = np.asarray(rows, float)
     numbers = rows * np.asarray(columns)
     of_gradient = COPY_GRADIENT_PASSES * GRADIENT_BYTES
     passed = numbers * (of_gradient + 2 * np.asarray(itemsize)) + 2 * rows * STATE_BYTES_PER_ROW
-    return copy_reduction_s(rows, columns, num_devices, s_per_byte) + passed / hardware.reached_memory_bytes_per_s
+    return copy_reduction_s(rows, columns, links) + passed / hardware.reached_memory_bytes_per_s
 
 
-def copy_reduction_s(rows: ArrayLike, columns: ArrayLike, num_devices: int, s_per_byte: float) -> np.ndarray:
+def copy_reduction_s(rows: ArrayLike, columns: ArrayLike, links: TableLinks) -> np.ndarray:
     """Computes the seconds of the all-reduce in `copy_update_s`; arguments are the same."""
-    reduced = 2.0 * np.asarray(rows, float) * np.asarray(columns) * GRADIENT_BYTES * (num_devices - 1) / num_devices
-    return reduced * s_per_byte
+    return np.asarray(rows, float) * np.asarray(columns) * GRADIENT_BYTES * links.reduced_s_per_byte
 
 
 def step_s(forward_s: np.ndarray, rest_s: np.ndarray) -> float:

@@ -12,7 +12,8 @@ the lower bound and the enumeration of few placements. `measurements.py` measure
 `learned_annealing.py` searches with it.
 
 Running: `layout.py` says where each piece of a table lies in the arrays of its device (`arrays.py`). The programs of
-all devices are in `programs.py`, with what they send in `exchanges.py` and rows in memory of hosts in `host_rows.py`.
+all devices are in `programs.py`, with what they send in `exchanges.py`, rows in memory of hosts in `host_rows.py`, and
+rows of which each host has a copy in `each_host.py`.
 Rows that `statistics.py` found to be hot come first by the numbers of `row_orders.py`.
 """
 

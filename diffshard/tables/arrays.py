@@ -25,11 +25,13 @@ class TableArrays(NamedTuple):
       shards: for each dtype the numbers of all pieces, `[D, A, U]`; of the state one array `[D, A]`, named "state".
       copies: rows of which every device has a copy, by table: `[rows, dimension]`, of the state `[rows]`.
       hosts: rows in pinned memory of the hosts, `[D, A, W]`, by dtype and width W; the state has none there.
+      each_host: rows that each host has, divided among its devices, as `shards` are among all.
     """
 
     shards: dict[str, jax.Array]
     copies: dict[str, jax.Array]
     hosts: dict[str, jax.Array]
+    each_host: dict[str, jax.Array]
 
 
 def to_numbers(layout: Layout, tables: Sequence[np.ndarray]) -> TableArrays:
@@ -51,7 +53,11 @@ def to_numbers(layout: Layout, tables: Sequence[np.ndarray]) -> TableArrays:
                 units = part.reshape(-1, layout.unit_columns[layout.tables[p.table].dtype])
                 shards[layout.tables[p.table].dtype][device, offset : offset + len(units)] = units
     copies = {layout.tables[t].name: tables[t][p.row_start : p.row_end] for t, p in layout.copies.items()}
-    return TableArrays(shards, copies, hosts)  # pyright: ignore[reportArgumentType]
+    each_host = {}
+    if layout.each_host is not None:
+        of_one, num_hosts = to_numbers(layout.each_host, tables), layout.num_devices // layout.each_host.num_devices
+        each_host = {dtype: np.tile(numbers, (num_hosts, 1, 1)) for dtype, numbers in of_one.shards.items()}
+    return TableArrays(shards, copies, hosts, each_host)  # pyright: ignore[reportArgumentType]
 
 
 def shapes_of(layout: Layout) -> tuple[Any, Any]:
@@ -61,19 +67,29 @@ def shapes_of(layout: Layout) -> tuple[Any, Any]:
         return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
 
     count = layout.num_devices
-    shards = {dtype: shape(dtype, count, rows, layout.unit_columns[dtype]) for dtype, rows in layout.unit_rows.items()}
+
+    def shards_of(own: Layout) -> dict[str, Any]:
+        return {dtype: shape(dtype, count, rows, own.unit_columns[dtype]) for dtype, rows in own.unit_rows.items()}
+
     copied = {layout.tables[t].name: (p, layout.tables[t].dtype) for t, p in layout.copies.items()}
     copies = {name: shape(dtype, p.rows, p.columns) for name, (p, dtype) in copied.items()}
     hosts = {g.name: shape(g.dtype, count, rows, g.columns) for g, rows in layout.host_rows.items()}
     state_copies = {name: shape("float32", p.rows) for name, (p, _) in copied.items()}
-    state = TableArrays({"state": shape("float32", count, layout.state_rows)}, state_copies, {})
-    return TableArrays(shards, copies, hosts), state
+    numbers, states = (
+        (shards_of(own), {"state": shape("float32", count, own.state_rows)}) if own else ({}, {})
+        for own in (layout, layout.each_host)
+    )
+    return TableArrays(numbers[0], copies, hosts, states[0]), TableArrays(numbers[1], state_copies, {}, states[1])
 
 
 def to_tables(layout: Layout, arrays: TableArrays) -> dict[str, np.ndarray]:
     """Returns the arrays of all devices as whole tables by name, on the host."""
-    shards, copies, hosts = ({name: np.asarray(x) for name, x in part.items()} for part in arrays)
-    tables = {table.name: np.zeros((table.rows, table.dimension), jnp.dtype(table.dtype)) for table in layout.tables}
+    shards, copies, hosts, each_host = ({name: np.asarray(x) for name, x in part.items()} for part in arrays)
+    if layout.each_host is None:
+        tables = {t.name: np.zeros((t.rows, t.dimension), jnp.dtype(t.dtype)) for t in layout.tables}
+    else:
+        first_host: Any = {dtype: numbers[: layout.each_host.num_devices] for dtype, numbers in each_host.items()}
+        tables = to_tables(layout.each_host, TableArrays(first_host, {}, {}, {}))
     for device, slots in enumerate(layout.slots):
         for p, offset, *_ in slots:
             table = layout.tables[p.table]

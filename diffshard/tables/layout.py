@@ -4,6 +4,7 @@ Each device keeps its pieces one after the other in one array for each dtype, wh
 fullest one. So devices may hold pieces of any number and shape, in ordinary sharded JAX arrays `[D, A, U]`: U is the
 largest width of which the columns of all these pieces are multiples; a row of a piece is one or several U-rows. Rows
 in memory of the host are in arrays `[D, A, W]`, one for each dtype and width W, because they are fetched row by row.
+Rows that each host has are in arrays of their own, of the same kind: their layout is that of one host.
 
 Letters for sizes: D devices, A rows, U or W columns.
 """
@@ -57,11 +58,18 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of all pieces."""
+    """The places of all pieces.
+
+    Attributes:
+      pieces: all but those that each host has.
+      num_devices: D.
+      each_host: the places of these on the devices of one host; None where there are none.
+    """
 
     tables: tuple[EmbeddingTable, ...]
     pieces: tuple[Piece, ...]
     num_devices: int
+    each_host: "Layout | None" = None
 
     @cached_property
     def slots(self) -> tuple[tuple[Slot, ...], ...]:
@@ -151,7 +159,8 @@ class Layout:
         sizes = {table.dtype: table.itemsize for table in self.tables}
         copies = sum(piece_bytes(self.tables[t], p.rows, p.columns) for t, p in self.copies.items())
         numbers = sum(sizes[dtype] * rows * self.unit_columns[dtype] for dtype, rows in self.unit_rows.items())
-        return numbers + 4 * self.state_rows + copies
+        each_host = 0 if self.each_host is None else self.each_host.array_bytes()
+        return numbers + 4 * self.state_rows + copies + each_host
 
     def host_array_bytes(self) -> int:
         """Returns the bytes in memory of the host for each device, what the fullest one needs more included."""
@@ -183,8 +192,17 @@ def _columns_of(piece: Piece) -> Columns:
     return Columns(piece.table, piece.column_start, piece.column_end)
 
 
+def layout_of(tables: tuple[EmbeddingTable, ...], pieces: tuple[Piece, ...], devices: TableDevices) -> Layout:
+    """Returns where pieces lie on devices."""
+    everywhere, each_host = (tuple(p for p in pieces if p.on_each_host == wanted) for wanted in (False, True))
+    of_one = Layout(tables, each_host, devices.devices_per_host) if each_host else None
+    return Layout(tables, everywhere, devices.num_devices, of_one)
+
+
 def check_counts(layout: Layout) -> None:
     """Checks that int32 counts the rows of each array."""
+    if layout.each_host is not None:
+        check_counts(layout.each_host)
     for dtype, rows in layout.unit_rows.items():
         if rows > np.iinfo(np.int32).max:
             raise PlanError(

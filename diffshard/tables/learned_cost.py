@@ -210,7 +210,7 @@ def piece_added_s(table: EmbeddingTable, piece: Piece, devices: TableDevices) ->
     """Returns seconds of a piece that networks do not see, forward and rest, `[2, D]`."""
     added_s = np.zeros((2, devices.num_devices))
     if piece.device == EVERY_DEVICE:
-        added_s[1] = copy_reduction_s(piece.rows, piece.columns, devices.num_devices, devices.s_per_byte)
+        added_s[1] = copy_reduction_s(piece.rows, piece.columns, devices.links)
     elif piece.memory == HOST:
         fetched, in_memory = (price_of(table, [p], devices) for p in (piece, piece._replace(memory=DEVICE)))
         added_s[0] = fetched.forward_s - in_memory.forward_s

@@ -21,9 +21,10 @@ from diffshard.plans.plan_record import PlanRecord
 from diffshard.sharding_search.options import with_automatic_axes
 from diffshard.tables import checks
 from diffshard.tables.arrays import TableArrays, random_hosts, shapes_of, to_numbers, to_tables
+from diffshard.tables.each_host import EachHostPrograms
 from diffshard.tables.host_rows import HOST_MEMORY
 from diffshard.tables.layout import check_fits
-from diffshard.tables.plan_data import TablePlanData, check_table_plan, format_table_plan
+from diffshard.tables.plan_data import TablePlanData, axes_across, check_table_plan, format_table_plan
 from diffshard.tables.programs import DevicePrograms
 from search_spaces.embedding_tables.prices import lookup_and_update_s
 from search_spaces.sharding.own_collectives import stating_seconds
@@ -49,11 +50,16 @@ class TablePlan(TablePlanData, PlanRecord):
         Raises:
           PlanError: the plan's devices are not here, or its arrays do not fit.
         """
-        run = self._mapped(self._programs.init, (PartitionSpec(),), self._specs[:2])
+        specs, of_each = self._specs, self._each_host
+
+        def make(key_data: jax.Array) -> Any:
+            return *self._programs.init(key_data), of_each.init(key_data) if of_each else {}
+
+        run = self._mapped(make, (PartitionSpec(),), (specs.shards, specs.copies, specs.each_host))
         key_data = jax.random.key_data(checks.checked_key(key))
         sharding = NamedSharding(self._mesh_here(), self._batch, memory_kind=HOST_MEMORY)
-        shards, copies = jax.jit(run)(key_data)
-        return TableArrays(shards, copies, random_hosts(self.layout, np.asarray(key_data), sharding))
+        shards, copies, each_host = jax.jit(run)(key_data)
+        return TableArrays(shards, copies, random_hosts(self.layout, np.asarray(key_data), sharding), each_host)
 
     def shapes(self) -> tuple[Any, Any]:
         """Returns the tables and their optimiser's state as `jax.ShapeDtypeStruct`s, `TableArrays` of them.
@@ -99,11 +105,10 @@ class TablePlan(TablePlanData, PlanRecord):
         Raises:
           PlanError: as `init`.
         """
-        layout, mesh = self.layout, self._mesh_here()
+        mesh, (_, shapes) = self._mesh_here(), self.shapes()
 
         def zeros() -> TableArrays:
-            copies = {self.tables[t].name: jnp.zeros(p.rows, jnp.float32) for t, p in layout.copies.items()}
-            return TableArrays({"state": jnp.zeros((layout.num_devices, layout.state_rows), jnp.float32)}, copies, {})
+            return jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes)
 
         return jax.jit(zeros, out_shardings=jax.tree.map(lambda s: NamedSharding(mesh, s), self._state_specs))()
 
@@ -196,6 +201,14 @@ class TablePlan(TablePlanData, PlanRecord):
     def _programs(self) -> DevicePrograms:
         return DevicePrograms(self.layout, tuple(name for name, _ in self.mesh_axes))
 
+    @cached_property
+    def _each_host(self) -> EachHostPrograms | None:
+        """The programs of rows that each host has; None where there are none."""
+        if self.layout.each_host is None:
+            return None
+        names, count = [name for name, _ in self.mesh_axes], axes_across(self.mesh_axes, self.devices.num_hosts)
+        return EachHostPrograms(self.layout.each_host, tuple(names[:count]), tuple(names[count:]))
+
     @property
     def _batch(self) -> PartitionSpec:
         """How examples, and the arrays of all devices, are split: over all axes."""
@@ -207,17 +220,24 @@ class TablePlan(TablePlanData, PlanRecord):
         shards: Any = dict.fromkeys(self.layout.unit_rows, self._batch)
         copies: Any = dict.fromkeys((self.tables[t].name for t in self.layout.copies), PartitionSpec())
         hosts: Any = dict.fromkeys((group.name for group in self.layout.host_rows), self._batch)
-        return TableArrays(shards, copies, hosts)
+        each_host = self.layout.each_host
+        own: Any = dict.fromkeys(each_host.unit_rows, self._batch) if each_host else {}
+        return TableArrays(shards, copies, hosts, own)
 
     @property
     def _state_specs(self) -> Any:
-        return TableArrays({"state": self._batch}, self._specs.copies, {})  # pyright: ignore[reportArgumentType]
+        state: Any = {"state": self._batch}
+        return TableArrays(state, self._specs.copies, {}, state if self.layout.each_host else {})
 
     @cached_property
     def _run_lookup(self) -> Callable[..., dict[str, jax.Array]]:
         def run(arrays: TableArrays, ids: Any, weights: Any) -> dict[str, jax.Array]:
             def lookup(arrays: TableArrays, ids: Any, weights: Any) -> dict[str, jax.Array]:
-                rows = self._programs.lookup(arrays, self._renumbered(ids), weights)
+                ids = self._renumbered(ids)
+                rows = self._programs.lookup(arrays, ids, weights)
+                if self._each_host:
+                    for name, own in self._each_host.lookup(arrays.each_host, ids, weights).items():
+                        rows[name] += own
                 return stating_seconds(rows, *self._seconds(batch_size))
 
             batch_size = next(iter(ids.values())).shape[0]
@@ -230,8 +250,13 @@ class TablePlan(TablePlanData, PlanRecord):
         def run(arrays: TableArrays, state: TableArrays, ids: Any, *others: Any) -> tuple[TableArrays, TableArrays]:
             def update(arrays: TableArrays, state: TableArrays, ids: Any, *arguments: Any) -> Any:
                 ids = self._renumbered(ids)
-                results = self._programs.update(arrays, state, ids, *arguments, epsilon=others[-1])
-                return stating_seconds(results, self._seconds(batch_size)[1])
+                tables, states = self._programs.update(arrays, state, ids, *arguments, epsilon=others[-1])
+                if self._each_host:
+                    own = arrays.each_host, state.each_host["state"]
+                    numbers, rows_state = self._each_host.update(*own, ids, *arguments, epsilon=others[-1])
+                    tables = tables._replace(each_host=numbers)
+                    states = states._replace(each_host={"state": rows_state})
+                return stating_seconds((tables, states), self._seconds(batch_size)[1])
 
             batch_size = next(iter(ids.values())).shape[0]
             specs = (self._specs, self._state_specs, self._batch, self._batch, self._batch, PartitionSpec())

@@ -12,7 +12,7 @@ from cost.embedding_tables import step_s
 from cost.real_numbers import Amount, Count
 from diffshard.plans.formats import format_bytes, format_count, format_devices, format_s, format_table, wrapped
 from diffshard.plans.plan_record import Certified, History, check_certificate
-from diffshard.tables.layout import Layout
+from diffshard.tables.layout import Layout, layout_of
 from diffshard.tables.learned_cost import LearnedPrediction
 from diffshard.tables.row_orders import RowOrder, check_orders
 from search_spaces.embedding_tables.base import (
@@ -25,7 +25,7 @@ from search_spaces.embedding_tables.base import (
     Piece,
     TableDevices,
 )
-from search_spaces.embedding_tables.prices import decoded
+from search_spaces.embedding_tables.prices import decoded, devices_of
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class TablePlanData(Certified):
     @cached_property
     def layout(self) -> Layout:
         """Where the pieces lie in each device's arrays."""
-        return Layout(self.tables, self.pieces, self.devices.num_devices)
+        return layout_of(self.tables, self.pieces, self.devices)
 
     @property
     def kept_bytes(self) -> int:
@@ -87,12 +87,25 @@ def check_table_plan(plan: TablePlanData) -> None:
     check_certificate(plan.certificate)
 
 
+def axes_across(mesh_axes: tuple[tuple[str, Count], ...], num_hosts: int) -> int:
+    """Returns how many of a mesh's axes lead from host to host, the first ones.
+
+    Raises:
+      ValueError: the sizes of no first ones are the number of hosts together.
+    """
+    for count in range(len(mesh_axes) + 1):
+        if math.prod(size for _, size in mesh_axes[:count]) == num_hosts:
+            return count
+    raise ValueError(f"`mesh_axes` are {mesh_axes}, of which the first ones do not lead over {num_hosts} hosts")
+
+
 def _check_devices(plan: TablePlanData) -> None:
     devices = plan.devices
     num_devices = devices.num_devices
     axes = [axis for axis, _ in plan.mesh_axes]
     if math.prod(size for _, size in plan.mesh_axes) != num_devices or len(set(axes)) < len(axes):
         raise ValueError(f"`mesh_axes` are {plan.mesh_axes}, not of {num_devices} devices")
+    axes_across(plan.mesh_axes, devices.num_hosts)
     lists: dict[str, tuple[object, ...]] = {"devices.memory_limit_bytes": devices.memory_limit_bytes}
     if devices.host_limit_bytes:
         lists["devices.host_limit_bytes"] = devices.host_limit_bytes
@@ -111,12 +124,14 @@ def _check_pieces(plan: TablePlanData) -> None:
     for index, table in enumerate(plan.tables):
         own = [piece for piece in plan.pieces if piece.table == index]
         for p in own:
+            most = plan.devices.devices_per_host if p.on_each_host else num_devices
             fits = 0 <= p.row_start < p.row_end <= table.rows and 0 <= p.column_start < p.column_end <= table.dimension
             is_copy = p.device == EVERY_DEVICE
             if is_copy and (p.columns < table.dimension or p.memory == HOST or sum(q.device < 0 for q in own) > 1):
                 raise ValueError(f"table {table.name!r} has the piece {p}; of a table some whole rows may be copied")
-            on_host = p.memory == HOST and not plan.devices.host_limit_bytes
-            if not fits or not EVERY_DEVICE <= p.device < num_devices or p.memory not in MEMORIES or on_host:
+            on_host = p.memory == HOST and (p.on_each_host or not plan.devices.host_limit_bytes)
+            least = 0 if p.on_each_host else EVERY_DEVICE
+            if not fits or not least <= p.device < most or p.memory not in MEMORIES or on_host:
                 raise ValueError(f"table {table.name!r} has the piece {p}, which does not fit it or the devices")
         covered = sum(p.rows * p.columns for p in own)
         if covered != table.rows * table.dimension or any(_overlap(a, b) for i, a in enumerate(own) for b in own[:i]):
@@ -165,7 +180,7 @@ def format_table_plan(plan: TablePlanData) -> str:
         search,
         "",
     ]
-    tables_on = collections.Counter(piece.device for piece in plan.pieces)
+    tables_on = collections.Counter(device for piece in plan.pieces for device in devices_of(piece, devices))
     columns = [("device", "pieces", "lookups", "rest", "memory", "limit")]
     sizes = [predicted.device_bytes, devices.memory_limit_bytes]
     if devices.host_limit_bytes:
@@ -173,7 +188,7 @@ def format_table_plan(plan: TablePlanData) -> str:
         sizes += [predicted.host_bytes, devices.host_limit_bytes]
     times = zip(predicted.forward_s, predicted.rest_s, strict=True)
     rows = columns + [
-        (str(d), str(tables_on[d] + tables_on[EVERY_DEVICE]), *map(format_s, seconds), *map(format_bytes, num_bytes))
+        (str(d), str(tables_on[d]), *map(format_s, seconds), *map(format_bytes, num_bytes))
         for d, (seconds, num_bytes) in enumerate(zip(times, zip(*sizes, strict=True), strict=True))
     ]
     lines += [*format_table(rows, "  ", right=range(len(rows[0]))), ""]
@@ -195,6 +210,8 @@ def _order_lines(plan: TablePlanData) -> list[str]:
 
 def _where(table: EmbeddingTable, pieces: list[Piece]) -> str:
     """Returns where the pieces of a table are, in words."""
+    if pieces[0].on_each_host:
+        return f"a copy on each host: {_divided(table, pieces)}"
     copied = [piece for piece in pieces if piece.device == EVERY_DEVICE]
     on_devices = [piece for piece in pieces if piece.device != EVERY_DEVICE and piece.memory == DEVICE]
     on_hosts = [piece for piece in pieces if piece.memory == HOST]

@@ -232,7 +232,7 @@ class DevicePrograms(LookupPrograms):
                 state.copies[name], gradient, jnp.square(gradient).mean(axis=1), rate, epsilon
             )
             copies[name] = (copies[name].astype(jnp.float32) - changes_of_all).astype(copies[name].dtype)
-        return TableArrays(shards, copies, hosts), TableArrays(state_shards, state_copies, {})
+        return TableArrays(shards, copies, hosts, {}), TableArrays(state_shards, state_copies, {}, {})
 
     def _squares_on(self, device: int, widths: Arrays) -> Callable[..., jax.Array]:
         """Returns a function to the squares of the gradients of looked up rows, over a device's own columns.

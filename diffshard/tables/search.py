@@ -24,7 +24,7 @@ from diffshard.sharding_search.options import hardware_for
 from diffshard.solving.solve import SolveOptions, checked_solve_options
 from diffshard.tables import learned_annealing
 from diffshard.tables.host_rows import check_host_memory
-from diffshard.tables.layout import Layout, check_counts
+from diffshard.tables.layout import check_counts, layout_of
 from diffshard.tables.learned_cost import LearnedTableCost
 from diffshard.tables.plan import TablePlan
 from diffshard.tables.row_orders import needed_orders
@@ -63,7 +63,8 @@ def shard_tables(
 ) -> TablePlan:
     """Finds which device holds which part of each embedding table, so that a step's lookups take the least time.
 
-    A table is whole on one device, split by columns or by rows, or small enough for a copy on each device. Of large
+    A table is whole on one device, split by columns or by rows, or small enough for a copy on each device. Where the
+    mesh's first axes lead from host to host, each host may have a copy, divided among its devices. Of large
     tables with `access`, hot rows may be copied to each device. With `host_memory_limit_bytes` rows may be in pinned
     memory of the hosts, hot ones on the devices. The predicted time is that of the slowest devices, and the plan has a
     lower bound on it.
@@ -103,6 +104,9 @@ def shard_tables(
         options = checked_solve_options(options, shard_tables)
         mesh = _checked_mesh(mesh_or_devices)
         devices = _devices(mesh, hardware, memory_limit_bytes, host_memory_limit_bytes, batch_size)
+        if cost is not None:  # networks know one link
+            slowest = max(devices.s_per_byte, devices.far_s_per_byte)
+            devices = dataclasses.replace(devices, s_per_byte=slowest, num_hosts=1, far_s_per_byte=0.0)
         space = EmbeddingTableSpace(tables, devices)
         _check_cost(cost, devices, options)
         _check_memory(space)
@@ -111,7 +115,7 @@ def shard_tables(
         placed = processes.shared(_WHAT, lambda: _placed(space, cost, options), kind=_Placed)
         pieces = space.decode(placed.choice).pieces
         try:
-            check_counts(Layout(tables, pieces, mesh.size))
+            check_counts(layout_of(tables, pieces, devices))
         except PlanError as error:
             raise InfeasibleError(str(error)) from error
     return TablePlan(
@@ -266,8 +270,7 @@ def _devices(
                     f"`host_memory_limit_bytes` is given, but `hardware` {one.name!r} does not say how fast its "
                     "devices copy from memory of their host. Give a `Hardware` with `host_memory_bytes_per_s`."
                 )
-    s_per_byte = exchange_s_per_byte(mesh, all_hardware)
-    return TableDevices(all_hardware, tuple(map(float, limits)), s_per_byte, number, tuple(host_limits))
+    return devices_of_mesh(mesh, all_hardware, tuple(map(float, limits)), number, tuple(host_limits))
 
 
 def _limits(argument: str, given: Any, num_devices: int) -> list[float]:
@@ -283,12 +286,40 @@ def _limits(argument: str, given: Any, num_devices: int) -> list[float]:
     return list(map(float, limits))
 
 
-def exchange_s_per_byte(mesh: Mesh | AbstractMesh, hardware: Sequence[Hardware]) -> float:
-    """Returns the seconds of a byte in an all-to-all, over the slowest axis of the slowest device."""
-    axes = [str(axis) for axis, size in mesh.shape.items() if size > 1]
-    return max(
-        (min(line.s_per_byte for line in one.link(axis).lines("all_to_all")) for one in set(hardware) for axis in axes),
-        default=0.0,
+def devices_of_mesh(
+    mesh: Mesh | AbstractMesh,
+    hardware: tuple[Hardware, ...],
+    memory_limit_bytes: tuple[float, ...],
+    batch_size: int,
+    host_limit_bytes: tuple[float, ...] = (),
+) -> TableDevices:
+    """Returns the devices of a mesh, with the links of an all-to-all.
+
+    Where the first axes lead from host to host, and all others stay in one, links inside and across are apart; each is
+    that of its slowest axis. Otherwise the slowest axis prices all exchanges.
+
+    Args:
+      mesh: D devices.
+      hardware, memory_limit_bytes, host_limit_bytes: `[D]`, as those of `TableDevices`.
+    """
+    sizes = {str(axis): int(size) for axis, size in mesh.shape.items() if size > 1}
+    kinds = set(hardware)
+    hosts = {axis: max(one.link(axis).num_hosts for one in kinds) for axis in sizes}
+    s_per_byte = {
+        axis: max(min(line.s_per_byte for line in one.link(axis).lines("all_to_all")) for one in kinds)
+        for axis in sizes
+    }
+    across = [axis for axis in sizes if hosts[axis] == sizes[axis]]
+    inside = [axis for axis in sizes if hosts[axis] == 1]
+    slowest = max(s_per_byte.values(), default=0.0)
+    devices = TableDevices(hardware, memory_limit_bytes, slowest, batch_size, host_limit_bytes)
+    if not inside or not across or [*across, *inside] != list(sizes):
+        return devices
+    return dataclasses.replace(
+        devices,
+        s_per_byte=max(s_per_byte[axis] for axis in inside),
+        num_hosts=math.prod(sizes[axis] for axis in across),
+        far_s_per_byte=max(s_per_byte[axis] for axis in across),
     )
 
 

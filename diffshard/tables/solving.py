@@ -37,6 +37,9 @@ from search_spaces.embedding_tables.space import EmbeddingTableSpace
 
 _MOST_MEMORY_PRICE = 1000.0
 """Price of memory, in steps' seconds, up to which chains that do not fit are cooled again at ten times the price."""
+_CLOSE_LIMITS = (1.005, 1.25)
+"""`Schedule.alone_limits` of a second cooling where so many strategies leave few chains: the usual limits of 8 chains
+are 10% apart, and the largest table's best strategy may be between two. Chosen by hand."""
 
 
 def anneal(
@@ -60,9 +63,14 @@ def anneal(
     num_sweeps = schedule.sweeps_of(len(arrays.sizes), int(arrays.sizes.sum()))
     num_sweeps = num_sweeps if time_limit_s is None else max(num_sweeps // 4, 2)  # a first placement should come early
     while bound_s < best_s * (1 - OPTIMAL_GAP):
-        for choice, step_s in _anneal(space, arrays, bound_s, num_sweeps, schedule, rng, closest):
-            best_s = min(best_s, step_s)
-            yield Proposal(choice)
+        limits = [schedule.alone_limits]
+        if schedule.chains_of(int(arrays.sizes.sum())) <= schedule.least_chains and limits[0] == SCHEDULE.alone_limits:
+            limits.append(_CLOSE_LIMITS)
+        for alone_limits in limits:
+            own = replace(schedule, alone_limits=alone_limits)
+            for choice, step_s in _anneal(space, arrays, bound_s, num_sweeps, own, rng, closest):
+                best_s = min(best_s, step_s)
+                yield Proposal(choice)
         if math.isinf(best_s):
             if schedule.memory_prices[1] > _MOST_MEMORY_PRICE:
                 yield from _balanced(space, problem, closest, time_limit_s, key)

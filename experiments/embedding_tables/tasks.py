@@ -8,12 +8,13 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from cost.presets import preset
-from diffshard.tables.search import exchange_s_per_byte
+from diffshard.tables.search import devices_of_mesh
 from search_spaces.embedding_tables.base import EmbeddingTable, TableDevices
 from search_spaces.embedding_tables.prices import piece_bytes
 
 _BATCH_SIZE = 65536
-_MOST_BYTES, _DEVICE_BYTES = 15e9, 4 * 2**30
+DEVICE_BYTES = 4 * 2**30
+_MOST_BYTES = 15e9  # of all tables on 4 devices
 _PARTS = 16  # of a table, for which accesses are counted
 _MLPERF_ROWS = (
     40000000, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 40000000, 3067956, 405282, 10, 2209, 11938, 155, 4, 976, 14,
@@ -26,12 +27,17 @@ def generated(seed: int, most_tables: int = 60) -> tuple[list[EmbeddingTable], T
     """Returns 10 to `most_tables` tables with skewed accesses, at most 15 GB, and 4 V100s with 4 GiB each for them."""
     rng = np.random.default_rng(seed)
     tables = [_generated_table(i, rng) for i in range(int(rng.integers(10, most_tables + 1)))]
-    shrink = min(_MOST_BYTES / sum(piece_bytes(table, table.rows, table.dimension) for table in tables), 1.0)
-    tables = [
-        EmbeddingTable(t.name, max(int(t.rows * shrink), _PARTS), t.dimension, t.pooling_factor, access=t.access)
-        for t in tables
+    return fitting(tables, 4), alike_devices("v100", 4, DEVICE_BYTES)
+
+
+def fitting(tables: list[EmbeddingTable], num_devices: int) -> list[EmbeddingTable]:
+    """Returns tables with other names, with fewer rows where they need more than all devices have."""
+    room = _MOST_BYTES * num_devices / 4
+    shrink = min(room / sum(piece_bytes(table, table.rows, table.dimension) for table in tables), 1.0)
+    return [
+        EmbeddingTable(f"t{i}", max(int(t.rows * shrink), _PARTS), t.dimension, t.pooling_factor, access=t.access)
+        for i, t in enumerate(tables)
     ]
-    return tables, _devices("v100", 4, _DEVICE_BYTES)
 
 
 def few(seed: int, num_tables: int) -> tuple[list[EmbeddingTable], TableDevices]:
@@ -46,7 +52,7 @@ def mlperf(num_devices: int) -> tuple[list[EmbeddingTable], TableDevices]:
         EmbeddingTable(f"t{i}", rows, 128, float(pooling))
         for i, (rows, pooling) in enumerate(zip(_MLPERF_ROWS, _MLPERF_POOLING, strict=True))
     ]
-    return tables, _devices("h100", num_devices, 80 * 2**30)
+    return tables, alike_devices("h100", num_devices, 80 * 2**30)
 
 
 def _generated_table(index: int, rng: np.random.Generator) -> EmbeddingTable:
@@ -57,8 +63,9 @@ def _generated_table(index: int, rng: np.random.Generator) -> EmbeddingTable:
     return EmbeddingTable(f"t{index}", rows, int(2 ** rng.integers(2, 8)), pooling_factor, access=access)
 
 
-def _devices(name: str, num_devices: int, memory_bytes: float) -> TableDevices:
+def alike_devices(name: str, num_devices: int, memory_bytes: float) -> TableDevices:
+    """Returns devices of a preset, with so many bytes each for the tables."""
     mesh = AbstractMesh((num_devices,), ("tables",))
     hardware = (preset(name, dict(mesh.shape)),) * num_devices
     limits = (float(memory_bytes),) * num_devices
-    return TableDevices(hardware, limits, exchange_s_per_byte(mesh, hardware), _BATCH_SIZE)
+    return devices_of_mesh(mesh, hardware, limits, _BATCH_SIZE)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cost.base import Hardware
+from cost.embedding_tables import TableLinks
 from cost.real_numbers import Amount, AmountOrInf, Count, Index, Limit, real_number, whole_number
 
 EVERY_DEVICE = -1
@@ -114,6 +115,8 @@ class Piece(NamedTuple):
       column_start: the first column.
       column_end: the column after the last one.
       memory: "device", or "host" for rows that the device fetches when they are looked up.
+      on_each_host: whether each host has a copy, on the device of the same place in it; `device` is that of the first
+        host. Examples look up the copy of their own host.
     """
 
     table: Index
@@ -123,6 +126,7 @@ class Piece(NamedTuple):
     column_start: Index
     column_end: Index
     memory: str = DEVICE
+    on_each_host: bool = False
 
     @property
     def rows(self) -> int:
@@ -142,9 +146,12 @@ class TableDevices:
     Attributes:
       hardware: of each device, `[D]`.
       memory_limit_bytes: for the tables on each device and their optimiser's state, `[D]`.
-      s_per_byte: seconds for a byte that one device sends in an all-to-all over all of them.
+      s_per_byte: seconds for a byte that one device sends in an all-to-all over all devices of its host.
       batch_size: examples of one step, of all devices together.
       host_limit_bytes: for rows in memory of the host, for each device, `[D]`; empty where all rows are on devices.
+      num_hosts: hosts of equally many devices, which are numbered host by host. Links of one host are those of all
+        devices, wherever these are.
+      far_s_per_byte: seconds for a byte that one device sends to another host, while all devices of its host send.
     """
 
     hardware: tuple[Hardware, ...]
@@ -152,11 +159,23 @@ class TableDevices:
     s_per_byte: Amount
     batch_size: Count
     host_limit_bytes: tuple[AmountOrInf, ...] = ()
+    num_hosts: Count = 1
+    far_s_per_byte: Amount = 0.0
 
     @property
     def num_devices(self) -> int:
         """The number of devices, D."""
         return len(self.hardware)
+
+    @property
+    def devices_per_host(self) -> int:
+        """Devices of each host."""
+        return self.num_devices // self.num_hosts
+
+    @property
+    def links(self) -> TableLinks:
+        """The links between all devices."""
+        return TableLinks(self.num_devices, self.s_per_byte, self.num_hosts, self.far_s_per_byte)
 
 
 class DecodedTables(NamedTuple):

@@ -1,7 +1,8 @@
 """How many bytes each device keeps when a plan runs: an array of JAX is as long on every device as on the fullest one.
 
-A device has several arrays: the numbers of its pieces of each dtype, the state of the optimiser, and in memory of its
-host the rows of each dtype and width. Each of them is padded by itself, so that a memory needs
+A device has several arrays: the numbers of its pieces of each dtype, the state of the optimiser, the same two of rows
+that each host has, and in memory of its host the rows of each dtype and width. Each of them is padded by itself, so
+that a memory needs
 
     sum_a max_d (bytes of array a that device d needs),
 
@@ -117,9 +118,12 @@ def device_arrays(
     for table, own_strategies, price in zip(tables, strategies, prices, strict=True):
         # A copy is as long on all devices as it is, so that it may be counted with the state.
         parts: dict[tuple[str | int, ...], np.ndarray] = {
-            ("state",): price.state_bytes,
-            (table.dtype,): price.num_bytes - price.state_bytes,
+            ("state",): price.state_bytes - price.each_host_state_bytes,
+            (table.dtype,): price.num_bytes - price.state_bytes - price.each_host_bytes,
         }
+        if price.each_host_bytes.any():
+            parts["each host", "state"] = price.each_host_state_bytes
+            parts["each host", table.dtype] = price.each_host_bytes
         if price.host_bytes.any():
             widths = _host_widths(own_strategies)
             for width in np.unique(widths[widths > 0]).tolist():

@@ -2,11 +2,11 @@
 
 Features are what networks see of pieces (`diffshard/tables/learned_cost.py`).
 
-Letters for sizes: D devices.
+Letters for sizes: D devices on H hosts.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -101,6 +101,8 @@ class Price(NamedTuple):
       num_bytes: in memory of the devices, with the optimiser's state of all rows, `[D]`.
       host_bytes: in memory of the hosts, `[D]`.
       state_bytes: of `num_bytes`, the optimiser's state and whole copies, `[D]`.
+      each_host_bytes: of `num_bytes`, numbers of rows that each host has, `[D]`.
+      each_host_state_bytes: of `state_bytes`, those of such rows, `[D]`.
     """
 
     forward_s: np.ndarray
@@ -108,6 +110,8 @@ class Price(NamedTuple):
     num_bytes: np.ndarray
     host_bytes: np.ndarray
     state_bytes: np.ndarray
+    each_host_bytes: np.ndarray
+    each_host_state_bytes: np.ndarray
 
 
 def piece_bytes(table: EmbeddingTable, rows: int, columns: int) -> int:
@@ -123,31 +127,76 @@ def price_of(table: EmbeddingTable, pieces: Iterable[Piece], devices: TableDevic
 def prices_of(table: EmbeddingTable, pieces: Sequence[Sequence[Piece]], devices: TableDevices) -> Price:
     """Computes what several strategies of one table, given as their pieces, cost each device: arrays `[K, D]`."""
     every = [(k, piece) for k, of_one in enumerate(pieces) for piece in of_one]
-    at = np.array([k for k, _ in every], np.int64)
-    device, row_start, row_end, column_start, column_end = (
-        np.array([piece[field] for _, piece in every], np.int64) for field in range(1, 6)
+    at, rows, columns = (
+        np.array(own, np.int64)
+        for own in ([k for k, _ in every], [p.rows for _, p in every], [p.columns for _, p in every])
     )
-    rows, columns = row_end - row_start, column_end - column_start
-    on_host = np.array([piece.memory == HOST for _, piece in every], bool)
-    copied = device == EVERY_DEVICE
+    on_host, on_each, copied = (
+        np.array(own, bool)
+        for own in (
+            [p.memory == HOST for _, p in every],
+            [p.on_each_host for _, p in every],
+            [p.device == EVERY_DEVICE for _, p in every],
+        )
+    )
     seconds = _lookups_s(table, [piece for _, piece in every], devices)  # [D, P]
-    forward, rest, num_bytes, host_bytes, state = (np.zeros((len(pieces), devices.num_devices)) for _ in range(5))
+    # Places are a piece on a device each, Q of them: one of most pieces, one for each device that has a copy.
+    own_devices = [devices_of(piece, devices) for _, piece in every]
+    place = np.repeat(np.arange(len(every)), [len(own) for own in own_devices])
+    index = at[place], np.array([device for own in own_devices for device in own], np.int64)
+    shape = len(pieces), devices.num_devices
+
+    def summed(amounts: np.ndarray) -> np.ndarray:
+        """Adds up what each place has, `[Q]`, by strategy and device, `[K, D]`."""
+        sums = np.zeros(shape)
+        np.add.at(sums, index, amounts)
+        return sums
+
     numbers_bytes, state_bytes = rows * columns * table.itemsize, rows * STATE_BYTES_PER_ROW
-    single = at[~copied], device[~copied]
-    np.add.at(forward, single, seconds[device, np.arange(len(every))][~copied])
-    np.add.at(num_bytes, single, (np.where(on_host, 0, numbers_bytes) + state_bytes)[~copied])
-    np.add.at(host_bytes, single, np.where(on_host, numbers_bytes, 0)[~copied])
-    np.add.at(state, single, state_bytes[~copied])
-    np.add.at(forward, at[copied], seconds.T[copied])
-    for copy_bytes in (num_bytes, state):
-        np.add.at(copy_bytes, at[copied], (numbers_bytes + state_bytes)[copied, None])
-    sizes = rows[copied], columns[copied], table.itemsize
-    updates_s = {h: copy_update_s(*sizes, devices.num_devices, devices.s_per_byte, h) for h in set(devices.hardware)}
-    np.add.at(rest, at[copied], np.stack([updates_s[hardware] for hardware in devices.hardware], axis=1))
+    forward = summed(seconds[index[1], place])
+    rest = BACKWARD_FACTOR * forward + summed(
+        _copies_s(table, rows, columns, copied, on_each, devices)[index[1], place]
+    )
     for k, of_one in enumerate(pieces):
-        for device_index, sent in _sent(of_one) if table.pooling_factor else ():
-            rest[k, device_index] += 2 * exchange_s(devices.batch_size, sent, devices.num_devices, devices.s_per_byte)
-    return Price(forward, rest + BACKWARD_FACTOR * forward, num_bytes, host_bytes, state)
+        for device, sent_s in _sent_s(of_one, devices) if table.pooling_factor else ():
+            rest[k, device] += 2 * sent_s
+    return Price(
+        forward,
+        rest,
+        num_bytes=summed((np.where(on_host, 0, numbers_bytes) + state_bytes)[place]),
+        host_bytes=summed(np.where(on_host, numbers_bytes, 0)[place]),
+        state_bytes=summed((np.where(copied, numbers_bytes, 0) + state_bytes)[place]),
+        each_host_bytes=summed(np.where(on_each, numbers_bytes, 0)[place]),
+        each_host_state_bytes=summed(np.where(on_each, state_bytes, 0)[place]),
+    )
+
+
+def devices_of(piece: Piece, devices: TableDevices) -> range:
+    """Returns the devices that have a piece."""
+    if piece.device == EVERY_DEVICE:
+        return range(devices.num_devices)
+    if piece.on_each_host:
+        return range(piece.device, devices.num_devices, devices.devices_per_host)
+    return range(piece.device, piece.device + 1)
+
+
+def _copies_s(
+    table: EmbeddingTable,
+    rows: np.ndarray,
+    columns: np.ndarray,
+    copied: np.ndarray,
+    on_each: np.ndarray,
+    devices: TableDevices,
+) -> np.ndarray:
+    """Returns what the updates of P pieces take because they are copies, on each device, `[D, P]`; 0 of others."""
+    seconds_on = {}
+    for hardware in dict.fromkeys(devices.hardware):
+        everywhere, each_host = (
+            copy_update_s(rows, columns, table.itemsize, links, hardware)
+            for links in (devices.links, devices.links.across)
+        )
+        seconds_on[hardware] = np.where(copied, everywhere, np.where(on_each, each_host, 0.0))
+    return np.stack([seconds_on[hardware] for hardware in devices.hardware])
 
 
 def sent_columns(tables: Sequence[EmbeddingTable], pieces: Iterable[Piece]) -> list[tuple[int, int]]:
@@ -155,15 +204,27 @@ def sent_columns(tables: Sequence[EmbeddingTable], pieces: Iterable[Piece]) -> l
 
     Args:
       tables: T of them.
-      pieces: of these tables.
+      pieces: of these tables, on one device each.
     """
-    return _sent(piece for piece in pieces if tables[piece.table].pooling_factor)
+    return [(p.device, p.columns) for p in _sent(p for p in pieces if tables[p.table].pooling_factor)]
 
 
-def _sent(pieces: Iterable[Piece]) -> list[tuple[int, int]]:
-    """Returns devices with the columns that they send of pieces that are looked up."""
-    sent = {(p.device, p.table, p.column_start, p.column_end) for p in pieces if p.device != EVERY_DEVICE}
-    return [(device, end - start) for device, _, start, end in sorted(sent)]
+def _sent(pieces: Iterable[Piece]) -> list[Piece]:
+    """Returns one of the pieces whose pooled rows a device sends together each; copies on all devices send none."""
+    sent = {
+        (p.device, p.table, p.column_start, p.column_end, p.on_each_host): p for p in pieces if p.device != EVERY_DEVICE
+    }
+    return [piece for _, piece in sorted(sent.items())]
+
+
+def _sent_s(pieces: Iterable[Piece], devices: TableDevices) -> Iterator[tuple[int, float]]:
+    """Yields devices with the seconds in which they send the pooled rows of pieces that are looked up."""
+    for piece in _sent(pieces):
+        examples, links = devices.batch_size, devices.links
+        if piece.on_each_host:
+            examples, links = examples / devices.num_hosts, links.inside
+        for device in devices_of(piece, devices):
+            yield device, float(exchange_s(examples, piece.columns, links))
 
 
 def decoded(tables: Sequence[EmbeddingTable], pieces: Sequence[Piece], devices: TableDevices) -> DecodedTables:
@@ -181,19 +242,17 @@ def lookup_and_update_s(
 ) -> tuple[float, float]:
     """Returns the seconds of a step's lookups with their exchange, and of the rest; both together are the step's."""
     whole = decoded(tables, pieces, devices)
-    columns = np.zeros(devices.num_devices)
-    for device, count in sent_columns(tables, pieces):
-        columns[device] += count
-    exchanged_s = float(exchange_s(devices.batch_size, columns.max(), devices.num_devices, devices.s_per_byte))
-    return float(whole.forward_s.max()) + exchanged_s, float(whole.rest_s.max()) - exchanged_s
+    sent_s = np.zeros(devices.num_devices)
+    for device, own_s in _sent_s((p for p in pieces if tables[p.table].pooling_factor), devices):
+        sent_s[device] += own_s
+    return float(whole.forward_s.max() + sent_s.max()), float(whole.rest_s.max() - sent_s.max())
 
 
 def _lookups_s(table: EmbeddingTable, pieces: Sequence[Piece], devices: TableDevices) -> np.ndarray:
     """Returns the seconds of forward lookups of P pieces on each device, `[D, P]`."""
     if not table.pooling_factor:
         return np.zeros((devices.num_devices, len(pieces)))
-    copied = np.array([piece.device == EVERY_DEVICE for piece in pieces])
-    examples = np.where(copied, devices.batch_size / devices.num_devices, devices.batch_size)
+    examples = np.array([devices.batch_size / len(devices_of(piece, devices)) for piece in pieces])
     ids = examples * table.pooling_factor
     access = None if table.access is None else np.array(table.access)
     start, end = (np.array([piece[field] for piece in pieces]) for field in (2, 3))

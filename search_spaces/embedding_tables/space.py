@@ -23,6 +23,7 @@ from search_spaces.embedding_tables.strategies import (
     LEAST_HOST_SHARE,
     StrategyKind,
     TableStrategies,
+    copied_on_each_host,
     strategies_of,
     strategy_prices,
     whole_on_host,
@@ -31,8 +32,8 @@ from search_spaces.embedding_tables.strategies import (
 )
 
 MOST_REPLICATED_BYTES = 64 * 2**20
-"""Bytes of the largest table, or of hot rows, of which every device may hold a copy: the gradient of a copy is dense,
-and all of it is reduced in every step."""
+"""Bytes of the largest table, or of hot rows, of which every device may hold a copy, and for each device of a host, of
+which every host may: the gradient of a copy is dense, and all of it is reduced in every step."""
 
 
 class EmbeddingTableSpace:
@@ -104,7 +105,11 @@ class EmbeddingTableSpace:
                 found.append(whole_on_host(table, index, num_devices))
             else:
                 found += with_host_memory(table, index, num_devices, MOST_REPLICATED_BYTES)
-        return [kind._replace(groups=self._order[kind.groups]) for kind in found]
+        found = [kind._replace(groups=self._order[kind.groups]) for kind in found]
+        num_hosts = self.devices.num_hosts
+        if num_hosts > 1 and table.num_bytes <= MOST_REPLICATED_BYTES * self.devices.devices_per_host:
+            found += copied_on_each_host(table, index, num_devices, num_hosts)
+        return found
 
     @cached_property
     def _order(self) -> np.ndarray:

@@ -8,6 +8,9 @@ the lookups. Copies of these on all devices divide their lookups evenly. In memo
 memory of the hosts, they let tables fit that are larger than all devices. Each tier is made of ordinary pieces, so that
 prices, programs and checks know nothing of tiers.
 
+Hosts: each host may have a copy of a table, divided among its devices. Then only the sum of the gradients goes over the
+slow links between hosts, and each device still keeps and updates a part only.
+
 A table has hundreds of strategies but about a dozen kinds of them: those of a kind differ only in the devices. Kinds
 are made and priced once; the pieces of a strategy are made when they are asked for.
 
@@ -34,6 +37,9 @@ WIDTH_MULTIPLE = 4
 MOST_GROUPS = 128
 """Groups of devices up to which a split has a strategy for each; of more, only evenly spread ones are taken. All groups
 of 2 of 16 devices are 120; chosen by hand."""
+MOST_ORDERS = 280
+"""Orders of all groups up to which pieces of rows that differ have a strategy for each; of more, as many are taken from
+all of them. Those of 4 of 8 devices are 280; chosen by hand."""
 
 
 class TableStrategy(NamedTuple):
@@ -54,7 +60,7 @@ class StrategyKind(NamedTuple):
     Attributes:
       name: of each of them, with {} in the place of the devices.
       pieces: one or more; the device of each is an index into a group, or `EVERY_DEVICE`.
-      groups: devices of each strategy, `[G, n]`.
+      groups: devices of each strategy, `[G, n]`; all D of them, host by host, where each host has a copy.
     """
 
     name: str
@@ -90,7 +96,8 @@ class TableStrategies(Sequence[TableStrategy]):
         kind = self.kinds[at]
         group = kind.groups[index - self._ends[at]].tolist()
         pieces = tuple(p if p.device == EVERY_DEVICE else p._replace(device=group[p.device]) for p in kind.pieces)
-        return TableStrategy(kind.name.format(", ".join(map(str, group))), pieces)
+        named = group[: len(kind.pieces)] if kind.pieces[0].on_each_host else group
+        return TableStrategy(kind.name.format(", ".join(map(str, named))), pieces)
 
 
 def strategies_of(table: EmbeddingTable, index: int, num_devices: int, *, can_replicate: bool) -> list[StrategyKind]:
@@ -170,7 +177,8 @@ def _half_and_quarters_groups(num_devices: int) -> np.ndarray:
 @functools.lru_cache(64)
 def _rotated_groups(num_devices: int, count: int) -> np.ndarray:
     turns = (np.arange(count)[:, None] + np.arange(count)) % count
-    return _groups(num_devices, count)[:, turns].reshape(-1, count)
+    groups = _groups(num_devices, count)[:, turns].reshape(-1, count)
+    return groups[np.unique(np.linspace(0, len(groups) - 1, MOST_ORDERS).astype(int))]
 
 
 @functools.lru_cache(256)
@@ -262,6 +270,26 @@ def with_host_memory(table: EmbeddingTable, index: int, num_devices: int, most_b
         if hot in copied:
             pieces = (_copy(table, index, hot), *cold)
             yield StrategyKind(f"{base.name}, {hot} rows copied, others on hosts", pieces, base.groups)
+
+
+def copied_on_each_host(table: EmbeddingTable, index: int, num_devices: int, num_hosts: int) -> list[StrategyKind]:
+    """Returns the kinds in which each host has a copy: whole, columns on neighbours, or rows on all its devices.
+
+    Args:
+      table: the table.
+      index: its index, for the pieces.
+      num_devices: of all hosts together, which are numbered host by host.
+      num_hosts: more than one.
+    """
+    size = num_devices // num_hosts
+    found = []
+    for base in even_bases(table, index, size):
+        others = [np.setdiff1d(np.arange(size), group) for group in base.groups]
+        places = np.concatenate([base.groups, np.stack(others)], axis=1)
+        groups = np.concatenate([places + size * host for host in range(num_hosts)], axis=1)
+        pieces = tuple(piece._replace(on_each_host=True) for piece in base.pieces)
+        found.append(StrategyKind(f"a copy on each host, {base.name}", pieces, groups))
+    return found
 
 
 def _copied_counts(table: EmbeddingTable, num_devices: int, most_bytes: float) -> list[int]:

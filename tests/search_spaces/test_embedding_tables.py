@@ -33,6 +33,54 @@ def test_the_price_of_a_whole_table_by_hand():
     np.testing.assert_allclose(costs.device_bytes, [0, 1000 * 128 * 4 + 1000 * 4])
 
 
+HOSTS = dataclasses.replace(_devices(4, s_per_byte=1e-9), num_hosts=2, far_s_per_byte=1e-8)
+
+
+def test_bytes_inside_and_across_hosts_are_priced_apart():
+    table = EmbeddingTable("t", 1000, 128, pooling_factor=3.0)
+    costs = decoded([table], [Piece(0, 2, 0, 1000, 0, 128)], HOSTS)
+    pooled = 10 * 128 * 4  # a quarter stays, a quarter goes to the other device of the host, a half to the other host
+    exchanges = 2 * pooled * (1 / 4 * 1e-9 + 2 / 4 * 1e-8)
+    np.testing.assert_allclose(costs.rest_s - 2 * costs.forward_s, [0, 0, exchanges, 0], rtol=1e-9)
+    # The gradient of a copy is reduced in the hosts, and half of it by each device across them.
+    copy = decoded([table], [Piece(0, EVERY_DEVICE, 0, 1000, 0, 128)], HOSTS)
+    passes = (1000 * 128 * (3 * 4 + 2 * 4) + 2 * 1000 * 4) * 1e-9
+    reduced = 2 * 1000 * 128 * 4 * (1 / 2 * 1e-9 + 1 / 2 * 1 / 2 * 1e-8)
+    np.testing.assert_allclose(copy.rest_s - 2 * copy.forward_s, passes + reduced)
+    # Links that are alike are one link.
+    alike, one = dataclasses.replace(HOSTS, far_s_per_byte=1e-9), dataclasses.replace(HOSTS, num_hosts=1)
+    for pieces in ([Piece(0, 2, 0, 1000, 0, 128)], [Piece(0, EVERY_DEVICE, 0, 1000, 0, 128)]):
+        np.testing.assert_allclose(decoded([table], pieces, alike).rest_s, decoded([table], pieces, one).rest_s)
+
+
+def test_the_price_of_a_copy_on_each_host_by_hand():
+    table = EmbeddingTable("t", 1000, 128, pooling_factor=3.0)
+    costs = decoded([table], [Piece(0, 1, 0, 1000, 0, 128, on_each_host=True)], HOSTS)
+    forward = (15 * 4 + 15 * 128 * 4 + 5 * 128 * 4) * 1e-9  # of the host's half of the examples
+    exchanges = 2 * 5 * 128 * 4 / 2 * 1e-9  # half of which are of the host's other device
+    passes = (1000 * 128 * (3 * 4 + 2 * 4) + 2 * 1000 * 4) * 1e-9
+    reduced = 1000 * 128 * 4 * 1e-8  # of two hosts: each one sends half of the gradient twice
+    np.testing.assert_allclose(costs.forward_s, [0, forward, 0, forward])
+    np.testing.assert_allclose(costs.rest_s, np.array([0, 1, 0, 1]) * (2 * forward + exchanges + passes + reduced))
+    np.testing.assert_allclose(costs.device_bytes, np.array([0, 1, 0, 1]) * 1000 * (128 * 4 + 4))
+
+
+def test_copies_on_each_host_are_whole_and_priced_as_their_pieces_are():
+    devices = dataclasses.replace(_devices(12, s_per_byte=1e-9), num_hosts=3, far_s_per_byte=1e-8)
+    table = EmbeddingTable("t", 33, 32, access=(5.0, 2.0, 1.0))
+    space = EmbeddingTableSpace([table], devices)
+    found = [(s, one) for s, one in enumerate(space.strategies[0]) if one.pieces[0].on_each_host]
+    assert {tuple(p.device for p in one.pieces) for _, one in found} == {
+        (0,), (1,), (2,), (3,), (0, 1), (2, 3), (0, 1, 2, 3)
+    }  # fmt: skip
+    for s, one in found:
+        assert sum(piece.rows * piece.columns for piece in one.pieces) == 33 * 32
+        costs = decoded([table], one.pieces, devices)
+        np.testing.assert_allclose(space.prices[0].forward_s[s], costs.forward_s)
+        np.testing.assert_allclose(space.prices[0].rest_s[s], costs.rest_s)
+        assert f"on {', '.join(str(piece.device) for piece in one.pieces)}" in one.name
+
+
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
 def test_the_price_of_a_copy_by_hand(dtype, itemsize):
     table = EmbeddingTable("t", 1000, 128, pooling_factor=3.0, dtype=dtype)

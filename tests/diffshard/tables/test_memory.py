@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 from cost.base import Hardware
 from diffshard import InfeasibleError
 from diffshard.tables import EmbeddingTable, shard_tables
-from diffshard.tables.layout import Layout, check_fits
+from diffshard.tables.layout import Layout, check_fits, layout_of
 from diffshard.tables.solving import solve_space
 from search_spaces.embedding_tables.base import TableDevices
 from search_spaces.embedding_tables.prices import piece_bytes
@@ -43,13 +43,15 @@ def _space(tables: list[EmbeddingTable], limit: float, num_devices: int, host: f
 
 
 def _layout(space: EmbeddingTableSpace, choice) -> Layout:
-    return Layout(space.tables, space.decode(choice).pieces, space.devices.num_devices)
+    return layout_of(space.tables, space.decode(choice).pieces, space.devices)
 
 
+@pytest.mark.parametrize("num_hosts", [1, 2])
 @pytest.mark.parametrize("host", [None, 20_000.0])
-def test_bytes_of_placements_are_those_of_their_arrays(host):
+def test_bytes_of_placements_are_those_of_their_arrays(host, num_hosts):
     """The search counts what `Layout` counts: numbers of two dtypes, state, copies, and rows on hosts by width."""
     space = _space(_tables(0, 7), 30_000.0, 4, host)
+    space = EmbeddingTableSpace(space.tables, dataclasses.replace(space.devices, num_hosts=num_hosts))
     rng = np.random.default_rng(1)
     for _ in range(20):
         choice = [int(rng.integers(len(strategies))) for strategies in space.strategies]

@@ -1,8 +1,8 @@
 """Plans of embedding tables run: lookups, gradients and updates equal those of whole tables on one device.
 
 One plan has every kind of piece: a whole table, columns, rows, a copy on each device, copied hot rows, several pieces
-on a device, and a device without any. Another one has rows in memory of the hosts as well. Some tables' rows are
-numbered anew.
+on a device, and a device without any. Another one has rows in memory of the hosts as well, and a third one tables that
+each of two hosts has. Some tables' rows are numbered anew.
 """
 
 from collections.abc import Iterator
@@ -59,6 +59,18 @@ WITH_HOSTS = (  # hot rows on devices or copied; several tables in one array of 
     Piece(5, 0, 6, 30, 0, 4, HOST),
     Piece(5, 3, 6, 30, 4, 8, HOST),
 )
+ON_EACH_HOST = (  # of two devices: a whole table, columns, rows, and others between all four devices
+    Piece(0, 1, 0, 30, 0, 4, on_each_host=True),
+    Piece(1, 0, 0, 50, 0, 8, on_each_host=True),
+    Piece(1, 1, 0, 50, 8, 16, on_each_host=True),
+    Piece(2, 0, 0, 20, 0, 8, on_each_host=True),
+    Piece(2, 1, 20, 41, 0, 8, on_each_host=True),
+    Piece(3, EVERY_DEVICE, 0, 5, 0, 8),
+    Piece(4, 1, 0, 20, 0, 8, on_each_host=True),
+    Piece(5, EVERY_DEVICE, 0, 6, 0, 8),
+    Piece(5, 0, 6, 30, 0, 4),
+    Piece(5, 3, 6, 30, 4, 8),
+)
 ORDERS = (
     RowOrder(1, (49, 3, 0, 1, 20, 6, 2)),  # a few rows from all over the table, in no order
     RowOrder(2, tuple(range(40, 20, -1))),
@@ -68,11 +80,13 @@ ORDERS = (
 
 def _plan(limit: float = 1e9, pieces: tuple[Piece, ...] = PIECES) -> TablePlan:
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    devices = TableDevices((preset("a100", {"x": 2, "y": 2}),) * 4, (limit,) * 4, 1e-9, BATCH, (limit,) * 4)
+    hardware, limits = (preset("a100", {"x": 2, "y": 2}),) * 4, (limit,) * 4
+    num_hosts = 2 if any(piece.on_each_host for piece in pieces) else 1
+    devices = TableDevices(hardware, limits, 1e-9, BATCH, limits, num_hosts, 1e-8)
     return TablePlan(TABLES, devices, pieces, (("x", 2), ("y", 2)), 0.0, "finished", 0.0, orders=ORDERS, mesh=mesh)
 
 
-@pytest.fixture(scope="module", params=[PIECES, WITH_HOSTS], ids=["devices", "hosts"])
+@pytest.fixture(scope="module", params=[PIECES, WITH_HOSTS, ON_EACH_HOST], ids=["devices", "hosts", "each host"])
 def plan(request) -> Iterator[TablePlan]:
     """A plan; rows of hosts are copied five at a time, so that loops go round more than once."""
     with pytest.MonkeyPatch.context() as patch:
@@ -131,7 +145,7 @@ def test_tables_come_back_as_they_were(plan, whole):
     for name, array in plan.unshard(arrays).items():
         np.testing.assert_array_equal(array, whole[name])
     assert {a.sharding.memory_kind for a in arrays.hosts.values()} <= {"pinned_host"}
-    for array in (*arrays.shards.values(), *arrays.hosts.values()):
+    for array in (*arrays.shards.values(), *arrays.hosts.values(), *arrays.each_host.values()):
         assert array.sharding.shard_shape(array.shape)[0] == 1  # each device has its own pieces and no others
 
 

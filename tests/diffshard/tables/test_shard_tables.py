@@ -10,10 +10,13 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import diffshard
+from cost.embedding_tables import step_s
 from diffshard import InfeasibleError, PlanError
 from diffshard.tables import EmbeddingTable, TablePlan, host_rows, shard_tables
+from diffshard.tables.solving import solve_space
 from search_spaces.embedding_tables.base import EVERY_DEVICE, Piece
 from search_spaces.embedding_tables.prices import decoded
+from search_spaces.embedding_tables.space import EmbeddingTableSpace
 from search_spaces.embedding_tables.strategies import (
     TableStrategies,
     hot_counts,
@@ -199,6 +202,65 @@ def test_a_list_of_devices_becomes_a_mesh_that_runs():
     whole = {"t": np.arange(40, dtype=np.float32).reshape(10, 4)}
     rows = plan.lookup(plan.shard(whole), {"t": np.array([[1, 2], [9, -1]])})["t"]
     np.testing.assert_array_equal(rows, [whole["t"][1] + whole["t"][2], whole["t"][9]])
+
+
+def test_meshes_over_hosts_have_links_inside_and_across_apart(tmp_path):
+    """Many examples make tables of some rows worth a copy on each host, divided among its devices."""
+    tables = [EmbeddingTable(f"t{i}", 4000 * (i + 1), 128, 8.0) for i in range(8)]
+    mesh = AbstractMesh((2, 8), ("hosts", "devices"))
+    plan = shard_tables(tables, mesh, hardware="h100", key=0)
+    devices, links = plan.devices, diffshard.preset("h100", dict(mesh.shape)).links
+    rates = [links[axis].lines("all_to_all")[0].s_per_byte for axis in mesh.shape]
+    assert (devices.num_hosts, devices.far_s_per_byte, devices.s_per_byte) == (2, *rates)
+    on_each_host = {p.table for p in plan.pieces if p.on_each_host}
+    assert on_each_host
+    assert str(plan).count("a copy on each host") == len(on_each_host)
+    plan.save(tmp_path / "plan.json")
+    assert TablePlan.load(tmp_path / "plan.json") == plan
+    one_link = dataclasses.replace(devices, num_hosts=1, s_per_byte=devices.far_s_per_byte, far_s_per_byte=0.0)
+    known = solve_space(EmbeddingTableSpace(tables, one_link), key=0)
+    costs = decoded(tables, EmbeddingTableSpace(tables, one_link).decode(known.choice).pieces, devices)
+    assert plan.step_s < step_s(costs.forward_s, costs.rest_s)
+
+
+def test_tables_on_two_hosts_run_as_on_one_device():
+    mesh = jax.make_mesh((2, 4), ("hosts", "devices"), axis_types=(AxisType.Auto,) * 2)
+    hardware = diffshard.preset("h100", dict(mesh.shape), devices_per_host=4)
+    tables = [EmbeddingTable(f"t{i}", 300 + 100 * i, 64, 8.0) for i in range(4)]
+    tables.append(EmbeddingTable("large", 50_000, 64, 2.0))
+    plan = shard_tables(tables, mesh, hardware=hardware, batch_size=2048, key=0)
+    assert any(piece.on_each_host for piece in plan.pieces)
+    assert not all(piece.on_each_host for piece in plan.pieces)
+    rng = np.random.default_rng(0)
+    whole = {t.name: rng.normal(size=(t.rows, 64)).astype(np.float32) for t in tables}
+    ids = {t.name: rng.permutation(t.rows)[:192].reshape(64, 3) for t in tables}  # each row once
+    arrays, state = plan.shard(whole), plan.init_state()
+
+    @jax.jit
+    def step(arrays, state):
+        rows = plan.lookup(arrays, ids)
+        return rows, *plan.update(arrays, state, ids, rows, learning_rate=0.1)
+
+    rows, updated, _ = step(arrays, state)
+    for name, table in plan.unshard(updated).items():
+        pooled = whole[name][ids[name]].sum(1)
+        np.testing.assert_allclose(rows[name], pooled, rtol=1e-5, atol=1e-5)
+        changes = np.repeat(pooled, 3, axis=0)
+        changes /= np.sqrt(np.square(changes).mean(1, keepdims=True)) + 1e-8
+        expected = whole[name].copy()
+        expected[ids[name].ravel()] -= 0.1 * changes
+        np.testing.assert_allclose(table, expected, rtol=1e-5, atol=1e-5)
+    for numbers in updated.each_host.values():
+        numbers = np.asarray(numbers)
+        np.testing.assert_array_equal(numbers[:4], numbers[4:])  # the hosts' copies stay the same
+
+
+@pytest.mark.parametrize(("shape", "num_hosts"), [((16,), 1), ((8, 2), 1), ((2, 2, 4), 2), ((2, 4), 1), ((4, 2, 4), 4)])
+def test_hosts_count_where_the_first_axes_lead_from_host_to_host(shape, num_hosts):
+    names = ("a", "b", "c")[: len(shape)]
+    mesh = AbstractMesh(shape, names)
+    plan = shard_tables([EmbeddingTable("t", 10, 8)], mesh, hardware="h100")
+    assert plan.devices.num_hosts == num_hosts
 
 
 def _skewed(name: str, rows: int, pooling_factor: float) -> EmbeddingTable:

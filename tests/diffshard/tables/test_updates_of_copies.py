@@ -14,7 +14,7 @@ SCRIPT = """
 import dataclasses, sys
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
-from cost.embedding_tables import copy_update_s
+from cost.embedding_tables import TableLinks, copy_update_s
 from diffshard.tables import EmbeddingTable, shard_tables
 from diffshard.checks.targets import gpu_mesh
 from diffshard.checks.hlo import parse
@@ -36,7 +36,8 @@ def moved(rows):
     entry = module.computations[module.entry]
     works = [kernel_work(module, entry, one) for one in entry.instructions if "all-reduce" not in one.opcode]
     hardware = plan.devices.hardware[0]
-    predicted = copy_update_s(rows, 64, table.itemsize, 4, 0.0, hardware) * hardware.reached_memory_bytes_per_s
+    predicted_s = copy_update_s(rows, 64, table.itemsize, TableLinks(4, 0.0), hardware)
+    predicted = predicted_s * hardware.reached_memory_bytes_per_s
     return sum(work.num_bytes for work in works if work), predicted
 
 (few, few_predicted), (many, many_predicted) = moved(5000), moved(10000)
