@@ -30,6 +30,7 @@ from diffshard.sharding_search.number_formats import Formats
 from diffshard.sharding_search.option_pairs import check_pairs
 from diffshard.sharding_search.options import (
     Remat,
+    State,
     hardware_for,
     in_one_form,
     options_of,
@@ -69,6 +70,7 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
     hardware: Hardware | str | None = None,
     memory_limit_bytes: float | None = None,
     remat: Remat | None = None,
+    state: State | None = None,
     in_shardings: Any = None,
     logical_axis_rules: Sequence[tuple[str, Any]] | None = None,
     donate_argnums: int | Sequence[int] | None = (),
@@ -116,6 +118,11 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
         holds for all choices. "offload" may also copy arrays to pinned memory of the host until the backward pass reads
         them; the hardware has to say how fast (`Hardware.host_memory_bytes_per_s`). None keeps everything. What the
         function wraps in `jax.checkpoint` stays as it is.
+      state: "offload" also lets arrays of the state be in pinned memory of the host between steps, where the memory
+        limit asks for it: those that nothing reads but their own update, as an optimiser's moments. They are copied to
+        the device and back in each step, beside the backward pass, and `plan.shard` puts them there; the hardware has
+        to say how fast, as for `remat`. It does not go with `pipeline`, `formats` and `check="compile"`. None keeps
+        the state on devices.
       in_shardings: shardings to keep: for each positional argument a pytree prefix of `PartitionSpec`, `NamedSharding`
         or None (free); None leaves all free. With `devices` specs name levels of hosts: "hosts", "local" and "mixed"
         stand for all axes of the level, and for nothing where a mesh has none. Arguments that carry a `NamedSharding`
@@ -254,6 +261,7 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
             candidates=candidates or (),
             names_levels=candidates is not None,
             remat=remat,
+            state=state,
             objective=objective,
             formats=formats,
             **of_both,

@@ -161,7 +161,7 @@ def reshard(tree: Any, from_plan: Plan, to_plan: Plan, *, argument: str | None =
                 "`from_plan` and `to_plan` have meshes of other devices, in several processes: arrays can be moved "
                 "between meshes of the same devices, or within one process. Save a checkpoint and restore it there."
             )
-        moved = [_moved(a, NamedSharding(mesh, t.partition_spec), t) for a, t in zip(arrays, tensors, strict=True)]
+        moved = [_moved(a, t.sharding_on(mesh), t) for a, t in zip(arrays, tensors, strict=True)]
     return structure.unflatten(moved)
 
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 import diffshard
-from cost.measured_presets import measured_preset
+from cost.calibration import measured_preset
 from cost.measured_rates import ProductRate
 from diffshard.checks.kernel_work import achievable_rates
 from diffshard.checks.timeline import Timeline, simulate

@@ -2,13 +2,15 @@
 
     python -m experiments.remat [--models gpt mlp] [--shares 0.9 0.7 0.5] [--target h100|host] [--plans remat checked]
     python -m experiments.remat --models gpt --plans int8 float8
+    python -m experiments.remat --models decoder --shares 0.9 --plans state ordinary remat
 
 Each model gets less memory than any sharding alone needs. `search(..., remat="search")` then chooses what is computed
 again; with `check="compile"` ("checked") the limit holds for XLA's plan of the memory. Plans called by a format keep
-arrays for the backward pass in it, whatever the loss says, where the limit asks for that. Experts put `jax.checkpoint`
-around each layer, and let the ordinary search split the arrays. All plans are compiled for H100s that need not be there
-(`pip install 'diffshard[gpu-compile]'`). XLA's plan of the memory is set beside the predicted peak, its timeline
-beside the predicted step.
+arrays for the backward pass in it, whatever the loss says, where the limit asks for that. "state" lets the optimiser's
+moments be in the host's memory (`search(..., state="offload")`), "ordinary" only splits arrays. Experts put
+`jax.checkpoint` around each layer, and let the ordinary search split the arrays. All plans are compiled for H100s that
+need not be there (`pip install 'diffshard[gpu-compile]'`). XLA's plan of the memory is set beside the predicted peak,
+its timeline beside the predicted step.
 """
 
 import argparse
@@ -34,6 +36,7 @@ from experiments.models import gpt, mlp, scanned_layers, unet
 from experiments.models.model import Model, abstract_arguments
 from experiments.tables import print_table
 from experiments.targets import MESHES
+from experiments.timeline_models import CASES
 from search_spaces.sharding.codes import FORMATS
 
 _GPT = partial(gpt.make, batch=64, layers=4, width=512, heads=8, key_value_heads=8, vocabulary=4096, sequence=512)
@@ -41,6 +44,7 @@ MODELS: dict[str, Callable[[], Model]] = {
     "gpt": _GPT,
     "gpt-scanned": partial(_GPT, stack=gpt.scanned),
     "mlp": lambda: mlp.make(layers=8, width=1024, batch=65536),
+    "decoder": lambda: CASES["decoder"].make(batch=16, **CASES["decoder"].full),
     # These were set aside until the search was finished.
     "mixer": scanned_layers.mixer,
     "llama": scanned_layers.llama,
@@ -52,7 +56,7 @@ EXPERTS: dict[str, Callable[[], Model]] = {
 }
 COLUMNS = (
     "model", "limit", "of the least", "plan", "step ms", "timeline ms", "bound ms", "peak MB: predicted", "XLA",
-    "again ms", "search s",
+    "again ms", "host MB", "search s",
 )  # fmt: skip
 TIME_LIMIT_S = 60.0
 
@@ -67,6 +71,7 @@ class Result(NamedTuple):
       compiled_bytes: XLA's peak; None if there is no plan or no compiler.
       timeline_s: of XLA's program for H100s by its timeline; None for host devices.
       recomputed_s: predicted seconds of what runs again; None for plans that the search did not choose it for.
+      host_bytes: of each device's state in the host's memory.
       search_s: how long the search took.
     """
 
@@ -80,6 +85,7 @@ class Result(NamedTuple):
     compiled_bytes: float | None
     timeline_s: float | None
     recomputed_s: float | None
+    host_bytes: float
     search_s: float
 
 
@@ -106,6 +112,7 @@ def measure(
         memory_limit_bytes=limit_bytes,
         donate_argnums=0,
         remat=remat,
+        state="offload" if plan_name == "state" else None,
         formats=kept,
         time_limit_s=None if remat else TIME_LIMIT_S,
         check="compile" if plan_name == "checked" else None,
@@ -116,7 +123,7 @@ def measure(
         plan = step.plan(*abstract_arguments(model))
     except diffshard.InfeasibleError:
         took_s = time.perf_counter() - start_s
-        return Result(name, share, limit_bytes, plan_name, None, None, None, None, None, None, took_s)
+        return Result(name, share, limit_bytes, plan_name, None, None, None, None, None, None, 0.0, took_s)
     search_s = time.perf_counter() - start_s
     compiled = step.lower(*abstract_arguments(model)).compile()
     memory = memory_plan(compiled)
@@ -132,6 +139,7 @@ def measure(
         None if memory is None else memory.peak,
         timeline.step_s if target == "h100" else None,
         None if plan.remat is None else plan.remat.seconds,
+        plan.host_bytes,
         search_s,
     )
 
@@ -153,6 +161,7 @@ def cells(result: Result) -> tuple[str, ...]:
         scaled(result.peak_bytes, 1e6, 0),
         scaled(result.compiled_bytes, 1e6, 0),
         scaled(result.recomputed_s, 1e-3, 2),
+        scaled(result.host_bytes or None, 1e6, 0),
         scaled(result.search_s, 1, 0),
     )
 
@@ -160,9 +169,10 @@ def cells(result: Result) -> tuple[str, ...]:
 def main(argv: Sequence[str] | None = None) -> list[Result]:
     """Plans and compiles the models under their limits, prints the table, and returns its rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[name for name in MODELS if name != "decoder"])
     parser.add_argument("--shares", nargs="+", type=float, default=[0.9, 0.7, 0.5])
-    parser.add_argument("--plans", nargs="+", choices=("remat", "checked", *FORMATS), default=["remat", "checked"])
+    names = ("ordinary", "state", "remat", "checked", *FORMATS)
+    parser.add_argument("--plans", nargs="+", choices=names, default=["remat", "checked"])
     parser.add_argument("--mesh", default="8")
     parser.add_argument("--target", choices=MESHES, default="h100")
     args = parser.parse_args(argv)

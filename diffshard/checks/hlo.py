@@ -3,7 +3,7 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -263,3 +263,27 @@ def memory_plan(compiled: Any) -> MemoryPlan | None:
         stats.alias_size_in_bytes,
         stats.temp_size_in_bytes,
     )
+
+
+def with_host_memory(lowered: Any, arguments: Sequence[bool], results: Sequence[bool]) -> Any:
+    """Says in a lowered program which arguments and results are in the host's memory; returns it.
+
+    JAX leaves that out for devices that are only described, because these do not say which memories they have. The
+    program would then be compiled with kernels that read the host's memory instead of copies.
+
+    Args:
+      lowered: `jax.jit(...).lower(...)`, which is changed.
+    """
+    module = lowered.compiler_ir("stablehlo")
+    with module.context:
+        names = {op.attributes["sym_name"].value: op for op in module.body.operations if "sym_name" in op.attributes}
+        main = names["main"]
+        text, array = type(main.attributes["sym_name"]), type(main.attributes["arg_attrs"])
+        for name, on_host in (("arg_attrs", arguments), ("res_attrs", results)):
+            kinds = (text.get("pinned_host" if is_on_host else "device") for is_on_host in on_host)
+            pairs = zip(main.attributes[name], kinds, strict=True)
+            changed = [
+                type(one).get({**{a.name: a.attr for a in one}, "mhlo.memory_kind": kind}) for one, kind in pairs
+            ]
+            main.attributes[name] = array.get(changed)
+    return lowered

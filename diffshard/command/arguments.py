@@ -104,7 +104,7 @@ _OPTIONS = {
     "logical_axis_rules": "--logical-axis-rules", "donate_argnums": "--donate", "donate_argnames": "--donate",
     "static_argnums": "--static", "static_argnames": "--static", "hardware": "--hardware", "mesh": "--mesh",
     "solver": "--solver", "key": "--seed", "executor": "--executor", "check": "--check", "target": "--target",
-    "devices": "--devices", "remat": "--remat", "pipeline": "--pipeline", "cache": "--cache",
+    "devices": "--devices", "remat": "--remat", "state": "--state", "pipeline": "--pipeline", "cache": "--cache",
 }  # fmt: skip
 
 

@@ -41,7 +41,7 @@ from diffshard.command.solve_command import solve_instance
 from diffshard.hardware import calibrate, save_hardware
 from diffshard.plans.base import Executor
 from diffshard.plans.formats import TEXT_WIDTH, format_bytes, format_s, format_table
-from diffshard.sharding_search.options import Remat
+from diffshard.sharding_search.options import Remat, State
 from diffshard.solving.solve import solver_names
 
 INTERRUPTED = 130
@@ -110,6 +110,9 @@ def _add_search(commands: Any) -> None:
         "--remat",
         choices=get_args(Remat),
         help="search also chooses what the backward pass computes again; offload also what waits in the host's memory",
+    )
+    parser.add_argument(
+        "--state", choices=get_args(State), help="offload also lets state that only its update reads wait on the host"
     )
     parser.add_argument(
         "--donate", type=arguments, default=(), metavar="I[,I...]", help="arguments whose memory may be reused"

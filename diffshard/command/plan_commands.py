@@ -107,6 +107,7 @@ def search_plan(options: argparse.Namespace) -> int:
         "donate_argnums": _positions(function, options.donate), "static_argnums": static_positions,
         "check": _compiler_of(options.check) if runs_once else options.check,
         "target": options.target, "cache": options.cache, "remat": options.remat,
+        "state": options.state,
     }  # fmt: skip
     try:
         planned_function: PlannedFunction[Plan] | PipelinedFunction

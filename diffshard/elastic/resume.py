@@ -133,7 +133,7 @@ def resume(
                 step = search(fn, mesh, **options).checked_by(_check_that_state_comes_back)
                 plan = step.plan(fresh_state.shapes, *args)
                 tensors = plan.arguments[: len(fresh_state.arrays)]
-                shardings = [NamedSharding(plan.placed_mesh, tensor.partition_spec) for tensor in tensors]
+                shardings = [tensor.sharding_on(plan.placed_mesh) for tensor in tensors]
                 if plan.residuals and parameter_of(plan.residuals[0]) != plan.parameters[0]:
                     raise ValueError(
                         f"`{plan.parameters[0]}` must be the largest argument that `fn` returns anew, for sums with "

@@ -105,7 +105,7 @@ class Training(Generic[PlanT]):
         sharding = NamedSharding(self._mesh, PartitionSpec())
         for tensor in self.plan.residuals if isinstance(self.plan, Plan) else ():
             if (residual_key(tensor), tensor.shape) == (array.path, array.shape):
-                sharding = NamedSharding(self._mesh, tensor.partition_spec)
+                sharding = tensor.sharding_on(self._mesh)
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
     def _with_residuals(self, state: Any, residuals: Mapping[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cost.base import Hardware
 from cost.real_numbers import Amount, AmountOrInf, AnyNumber, Count, FiniteNumber, Index, Limit, LowerBound
@@ -35,6 +35,10 @@ LogicalAxisRules = tuple[tuple[str, tuple[str, ...]], ...]
 """Pairs of a logical axis, as flax's names for dimensions, and the mesh axes that split it; empty for none."""
 
 
+HOST_MEMORY = "pinned_host"
+"""JAX's name for the host's memory from which devices copy."""
+
+
 @dataclass(frozen=True)
 class Tensor:
     """An array among the arguments or results of a function.
@@ -48,6 +52,7 @@ class Tensor:
       next_best_s: seconds that the next best spec would add to the step.
       logical_axes: names of its dimensions in flax's metadata, "" for those without; None without any, and in plans of
         older versions.
+      on_host: whether it is in pinned memory of the host between steps, each device's part.
     """
 
     path: str
@@ -58,6 +63,7 @@ class Tensor:
     next_best_spec: NamedSpec | None = None
     next_best_s: AnyNumber = 0.0
     logical_axes: tuple[str, ...] | None = None
+    on_host: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -70,6 +76,11 @@ class Tensor:
     def partition_spec(self) -> PartitionSpec:
         """`spec` as a JAX `PartitionSpec`."""
         return partition_spec(self.spec)
+
+    def sharding_on(self, mesh: Mesh | AbstractMesh) -> NamedSharding:
+        """Returns where it is on a mesh, and in which memory."""
+        sharding = NamedSharding(mesh, self.partition_spec)
+        return sharding.with_memory_kind(HOST_MEMORY) if self.on_host else sharding
 
 
 @dataclass(frozen=True)
@@ -307,6 +318,8 @@ class PlanData(Certified):
       computing: `compute_s` divided into products and memory traffic; None in plans of older versions.
       advice: what would make the step faster or smaller, what gains most first; empty where nothing would, in plans
         that no search made, and in those of older versions.
+      offloads_state: whether arrays of the state could be placed in the host's memory; the steps of the function behind
+        its last product then run as early as they can.
       mesh: the mesh; after loading it is abstract, unless `load` was given one.
       structures: the structures of the arguments and of the result (`diffshard.sharding_search.call.Structure`); None
         after loading.
@@ -348,6 +361,7 @@ class PlanData(Certified):
     timeline: PredictedTimeline | None = None
     computing: PredictedComputing | None = None
     advice: tuple[Advice, ...] = ()
+    offloads_state: bool = False
     mesh: Mesh | AbstractMesh | None = field(default=None, compare=False, repr=False)
     structures: Any = field(default=None, compare=False, repr=False)
 
@@ -375,6 +389,17 @@ class PlanData(Certified):
     def offloaded(self) -> tuple[tuple[int, int, int], ...]:
         """What waits for the backward pass in the host's memory, as `Rematerialisation.offloaded`."""
         return () if self.remat is None else self.remat.offloaded
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes of the state that each device has in the host's memory between steps."""
+        parts = [(t, math.prod(self.mesh_axes[axis] for axes in t.spec for axis in axes)) for t in self.arguments]
+        return sum(tensor.num_bytes / count for tensor, count in parts if tensor.on_host)
+
+    @property
+    def host_s(self) -> float:
+        """Predicted seconds that a step waits for the copies of this state; a part of `compute_s`."""
+        return sum(operation.compute_s for operation in self.operations if operation.kind == "input")
 
     @property
     def collective_bytes(self) -> dict[tuple[str, str], float]:

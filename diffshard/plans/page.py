@@ -40,6 +40,7 @@ from diffshard.plans.summary import (
     collective_totals,
     dearest_operations,
     device_bytes,
+    place_words,
     reason,
     shape_table,
     verdict,
@@ -254,7 +255,7 @@ def _argument_table(plan: PlanData, fills: dict[frozenset[str], str]) -> str:
                 group.pattern,
                 f"{len(members)}×" if len(members) > 1 else "",
                 format_array(first),
-                Html(f"<span>{swatch}{escape(format_spec(first.spec))}</span>"),
+                Html(f"<span>{swatch}{escape(place_words(first))}</span>"),
                 format_bytes(sum(device_bytes(plan, t) for t in members)),
                 reason(plan, first),
             )

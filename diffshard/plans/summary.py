@@ -9,6 +9,7 @@ from diffshard.plans.base import Operation, PlanData, PlannedObjective, Tensor, 
 from diffshard.plans.formats import (
     NamePattern,
     format_axes,
+    format_bytes,
     format_count,
     format_percent,
     format_s,
@@ -79,8 +80,8 @@ class Communication(NamedTuple):
 
 
 def device_bytes(plan: PlanData, tensor: Tensor) -> float:
-    """Returns the bytes of an array that one device holds."""
-    return local_bytes(tensor, plan.mesh_axes)
+    """Returns the bytes of an array that one device holds; none of one in the host's memory."""
+    return 0.0 if tensor.on_host else local_bytes(tensor, plan.mesh_axes)
 
 
 def local_bytes(tensor: Tensor, mesh_axes: Mapping[str, int]) -> float:
@@ -88,9 +89,23 @@ def local_bytes(tensor: Tensor, mesh_axes: Mapping[str, int]) -> float:
     return tensor.num_bytes / math.prod(mesh_axes[axis] for axes in tensor.spec for axis in axes)
 
 
+def place_words(tensor: Tensor) -> str:
+    """Returns how an array is split, and that it is in the host's memory if it is."""
+    return f"{format_spec(tensor.spec)} on host" if tensor.on_host else format_spec(tensor.spec)
+
+
+def host_words(plan: PlanData) -> str:
+    """Returns in words how much state is in the host's memory, and what its copies take."""
+    count = sum(tensor.on_host for tensor in plan.arguments)
+    return (
+        f"{format_bytes(plan.host_bytes)} of each device's state in the host's memory, {count} arrays; copied to the "
+        f"device and back in each step, which waits {format_s(plan.host_s)} for that"
+    )
+
+
 def alike_arguments(plan: PlanData) -> list[NamePattern]:
     """Groups arguments of equal shape, sharding and reason whose names follow a pattern."""
-    keys = [(t.shape, t.dtype, t.spec, t.given, *_reason_key(plan, t)) for t in plan.arguments]
+    keys = [(t.shape, t.dtype, t.spec, t.given, t.on_host, *_reason_key(plan, t)) for t in plan.arguments]
     return group_names([readable_path(t.path) for t in plan.arguments], keys)
 
 

@@ -25,8 +25,10 @@ from diffshard.plans.summary import (
     collective_totals,
     dearest_operations,
     device_bytes,
+    host_words,
     objective_words,
     operation_name,
+    place_words,
     reason,
     shape_lines,
     verdict,
@@ -88,6 +90,8 @@ def _header(plan: PlanData) -> str:
     limit = plan.memory_limit_bytes
     share = "" if math.isinf(limit) else f" of {format_bytes(limit)} ({plan.peak_bytes / limit:.0%})"
     lines.append(f"  memory   {format_bytes(plan.peak_bytes)} at the peak on each device{share}")
+    if plan.host_bytes:
+        lines += wrapped(host_words(plan), "  host     ", " " * 11)
     if plan.remat is not None:
         lines += wrapped(_remat(plan.remat), "  remat    ", " " * 11)
     if plan.objective is not None:
@@ -182,6 +186,8 @@ def _arguments(plan: PlanData) -> str:
     title = (
         f"Arguments: {len(plan.arguments)} arrays, {format_bytes(total)}, of which a device holds {format_bytes(local)}"
     )
+    if plan.host_bytes:
+        title += f" and has {format_bytes(plan.host_bytes)} in the host's memory"
     if plan.residuals:
         title += f"; and {format_bytes(sum(device_bytes(plan, t) for t in plan.residuals))} of residuals"
     rows = [("name", "", "type", "sharding", "device", "next best, what it adds")]
@@ -192,7 +198,7 @@ def _arguments(plan: PlanData) -> str:
         times = f"{len(tensors)}x" if len(tensors) > 1 else ""
         size = format_bytes(sum(device_bytes(plan, t) for t in tensors))
         first = tensors[0]
-        rows.append((group.pattern, times, format_array(first), format_spec(first.spec), size, reason(plan, first)))
+        rows.append((group.pattern, times, format_array(first), place_words(first), size, reason(plan, first)))
     return "\n".join([title, "", *format_table(rows, "  ", right=(1, 4), wrap=(0, 5))])
 
 

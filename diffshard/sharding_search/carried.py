@@ -100,7 +100,7 @@ def without_residuals(
 
 def residual_shardings(plan: PlanData, mesh: Mesh) -> dict[str, NamedSharding]:
     """Returns where the residuals of a plan are, by their keys."""
-    return {residual_key(tensor): NamedSharding(mesh, tensor.partition_spec) for tensor in plan.residuals}
+    return {residual_key(tensor): tensor.sharding_on(mesh) for tensor in plan.residuals}
 
 
 def residuals_for_call(plan: PlanData, mesh: Any, residuals: Mapping[str, Any] | None, arrays: Sequence[Any]) -> Any:

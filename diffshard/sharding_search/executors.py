@@ -100,7 +100,7 @@ def flat_function(
             return run_on_automatic_axes(*arrays)
 
     def shardings(tensors: Sequence[Tensor]) -> tuple[NamedSharding, ...]:
-        return tuple(NamedSharding(mesh, tensor.partition_spec) for tensor in tensors)
+        return tuple(tensor.sharding_on(mesh) for tensor in tensors)
 
     donated = tuple(i for i, is_donated in enumerate(traced_function.call.donated) if is_donated)
     if donated:  # the state is
@@ -154,7 +154,8 @@ def _evaluator(
             f'which `executor` "{plan.executor}" does not keep to. Take `executor="program"`, or search without '
             "`formats`."
         )
-    if plan.executor == "propagation" and any(runs_on_parts(v) for v in space.graph.operations()):
+    has_own_form = plan.host_bytes > 0 or any(runs_on_parts(v) for v in space.graph.operations())
+    if plan.executor == "propagation" and has_own_form:
         return PropagatedExecution(space.graph, layout, mesh, space.reshard_costs.path)
     if plan.executor == "propagation":
         return core.jaxpr_as_fun(traced_function.jaxpr)

@@ -39,6 +39,7 @@ def facts_of(options: Options, traced_function: TracedFunction) -> dict[str, str
         "`check`": options.judged_by,
         **_candidates(options),
         "`remat`": value_text(options.remat),
+        "`state`": value_text(options.state),
         "`formats`": value_text(options.formats),
         **_program(traced_function),
     }
@@ -66,7 +67,7 @@ def plan_facts(plan: PlanData) -> dict[str, str]:
     How long the search took, and what is predicted, may differ.
     """
     arguments = {f"the plan's `{tensor.path}`": str(tensor.partition_spec) for tensor in plan.arguments}
-    arrays = [(t.path, t.shape, t.dtype, t.spec) for t in (*plan.arguments, *plan.outputs)]
+    arrays = [(t.path, t.shape, t.dtype, t.spec, t.on_host) for t in (*plan.arguments, *plan.outputs)]
     operations = [
         (o.signature, o.operands, o.unreduced, o.results, o.value_specs, o.reductions, o.format, o.sent_in, o.kept_in)
         for o in plan.operations

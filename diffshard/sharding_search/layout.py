@@ -16,6 +16,7 @@ from search_spaces.sharding.codes import FORMATS as CODES
 from search_spaces.sharding.codes import SUMS, sums_in
 from search_spaces.sharding.execution import make_layout
 from search_spaces.sharding.graph import Value, Vertex
+from search_spaces.sharding.host_state import on_host
 from search_spaces.sharding.product_formats import FORMATS, FormattedProduct, takes
 from search_spaces.sharding.space import ShardingSpace
 from search_spaces.sharding.spec import axes_in, shards
@@ -64,7 +65,20 @@ def layout_of(plan: PlanData, space: ShardingSpace) -> Layout:
         for value, spec in zip(vertex.results, kept_specs, strict=True):
             value_specs[value.id] = spec
     in_formats = _rounded(plan, space) | _coded(plan, space, strategies)
-    return make_layout(space.graph, strategies, value_specs).with_formats(in_formats)
+    layout = make_layout(space.graph, strategies, value_specs).with_formats(in_formats)
+    return on_host(layout, _on_host(plan, space), space.graph)
+
+
+def _on_host(plan: PlanData, space: ShardingSpace) -> list[bool]:
+    """Returns for each flat argument whether it is in the host's memory."""
+    possible = {array.vertex for array in space.host_arrays}
+    for tensor, vertex in zip(plan.arguments, space.graph.inputs, strict=True):
+        if tensor.on_host and vertex.index not in possible:
+            raise PlanError(
+                f"The plan has `{tensor.path}` in the host's memory, but only state can be there that nothing reads "
+                "but its own update."
+            )
+    return [tensor.on_host for tensor in plan.arguments]
 
 
 def _rounded(plan: PlanData, space: ShardingSpace) -> frozenset[FormattedProduct]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend import core
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from diffshard.base import NumbersError, PlanError
 from diffshard.plans.base import PlanData
@@ -94,6 +94,8 @@ class TwoRuns:
 
         def nudged(array: Any) -> Any:
             is_up = (jnp.arange(array.size) * 40503 >> 4) % 2 == 0  # a fixed pattern whose period is no dimension
+            if jax.typeof(array).memory_space == jax.memory.Space.Host:
+                array = jax.device_put(array, jax.memory.Space.Device)
             return array * (1 + jnp.where(is_up, epsilon, -epsilon).reshape(array.shape))
 
         def of(array: Any) -> Any:
@@ -268,7 +270,8 @@ def on_one_device(function: Callable[..., Sequence[Any]], device: Any) -> Callab
 
     def refer(arrays: Sequence[Any]) -> list[Any]:
         with _without_context_mesh():
-            return list(jitted(*jax.device_put(list(map(as_one_array, arrays)), device)))
+            placed = jax.device_put(list(map(as_one_array, arrays)), SingleDeviceSharding(device))
+            return list(jitted(*placed))
 
     return refer
 

@@ -32,6 +32,9 @@ REFUSED_PAIRS = (
     RefusedPair("formats", 'executor="constraints"', "only programs round the operands of products"),
     RefusedPair("formats", 'executor="propagation"', "only programs round the operands of products"),
     RefusedPair("formats", "objective", f"a limit on the loss {_BY_SECONDS}"),
+    RefusedPair("state", "pipeline", "the stages of a pipeline keep their state; they can offload residuals"),
+    RefusedPair("state", 'check="compile"', "programs in other processes do not say what is in the host's memory"),
+    RefusedPair("state", "formats", "updates run in another order where formats are measured"),
     RefusedPair("pipeline", 'executor="propagation"', "a stage has nothing that its numbers can be held against"),
 )
 

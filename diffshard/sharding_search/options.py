@@ -14,7 +14,7 @@ from cost.presets import hardware_of, preset_of_mesh
 from cost.real_numbers import is_positive, real_number, whole_number
 from diffshard.base import Deadline, Solver
 from diffshard.live_progress import ProgressDisplay
-from diffshard.plans.base import Executor, LogicalAxisRules, PlanData
+from diffshard.plans.base import HOST_MEMORY, Executor, LogicalAxisRules, PlanData
 from diffshard.sharding_search.mesh_candidates import LevelNames, MeshCandidate
 from diffshard.sharding_search.number_formats import Formats, check_formats
 from diffshard.sharding_search.step_objective import StepCost
@@ -29,6 +29,8 @@ _LEAVES_MESH_OPEN = (
     "`devices` leaves the mesh open: its axes are named by levels. Give a PartitionSpec of "
     f"{LevelNames.names[:3]}, or `mesh` instead of `devices`."
 )
+State = Literal["offload"]
+"""What the search may do with the state between steps: also leave it in the host's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,7 @@ class Options:
     candidates: tuple[MeshCandidate, ...] = ()
     names_levels: bool = False
     remat: Remat | None = None
+    state: State | None = None
     objective: StepCost | None = None
     formats: Formats | None = None
 
@@ -86,6 +89,7 @@ class Options:
             raise ValueError(f"`executor` must be one of {get_args(Executor)}, not {self.executor!r}.")
         _check_can_run(self.mesh, self.checks_numbers)
         _check_remat(self.remat, self.hardware, self.mesh)
+        _check_state(self.state, self.hardware, self.mesh)
         _check_objective(self.objective)
         check_formats(self.formats, self.hardware)
         _check_start(self.start)
@@ -295,7 +299,14 @@ def _check_remat(remat: Any, hardware: Hardware, mesh: Mesh | AbstractMesh) -> N
         )
 
     if remat == "offload":
-        _check_offload(hardware, mesh)
+        _check_offload("remat", hardware, mesh, 'Give `remat="search"`, which only computes again.')
+
+
+def _check_state(state: Any, hardware: Hardware, mesh: Mesh | AbstractMesh) -> None:
+    if state is not None and state not in get_args(State):
+        raise ValueError(f'`state` must be "offload" or None, not {state!r}.')
+    if state == "offload":
+        _check_offload("state", hardware, mesh, "Leave it out: the state is then on the devices.")
 
 
 def _check_objective(objective: Any) -> None:
@@ -303,19 +314,19 @@ def _check_objective(objective: Any) -> None:
         raise TypeError(f"`objective` must be a function of a `RelaxedStep`, not {objective!r}.")
 
 
-def _check_offload(hardware: Hardware, mesh: Mesh | AbstractMesh) -> None:
+def _check_offload(option: str, hardware: Hardware, mesh: Mesh | AbstractMesh, advice: str) -> None:
     if hardware.host_memory_bytes_per_s is None:
         raise ValueError(
-            f'`remat` is "offload", but `hardware` {hardware.name!r} does not say how fast its devices copy to memory '
-            "of their host. Give a `Hardware` with `host_memory_bytes_per_s`."
+            f'`{option}` is "offload", but `hardware` {hardware.name!r} does not say how fast its devices copy to '
+            "memory of their host. Give a `Hardware` with `host_memory_bytes_per_s`."
         )
     devices = mesh.devices.flat if isinstance(mesh, Mesh) else ()
     for device in devices:
         kinds = {memory.kind for memory in device.addressable_memories()}  # none of a device that is only described
-        if kinds and "pinned_host" not in kinds:
+        if kinds and HOST_MEMORY not in kinds:
             raise ValueError(
-                f'`remat` is "offload", but {device} has no pinned memory of its host, only {sorted(kinds)}. Give '
-                '`remat="search"`, which only computes again.'
+                f'`{option}` is "offload", but {device} has no pinned memory of its host, only {sorted(kinds)}. '
+                f"{advice}"
             )
 
 

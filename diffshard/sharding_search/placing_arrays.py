@@ -30,7 +30,7 @@ def place_whole(
       PlanError: they are not the plan's arrays.
       ProcessesError: it is the first time, and the values differ between processes, or another one has other arrays.
     """
-    shardings = [NamedSharding(mesh, tensor.partition_spec) for tensor in tensors]
+    shardings = [tensor.sharding_on(mesh) for tensor in tensors]
 
     def check() -> None:
         _check_whole(tensors, paths, arrays, mesh)
@@ -57,7 +57,7 @@ def place_local(
       PlanError: an array is not this process's part of the plan's array.
       ProcessesError: it is the first time, and that is so in another process, or it gives other arrays.
     """
-    shardings = [NamedSharding(mesh, tensor.partition_spec) for tensor in tensors]
+    shardings = [tensor.sharding_on(mesh) for tensor in tensors]
 
     def check() -> None:
         _check_parts(tensors, paths, arrays, mesh)
@@ -96,7 +96,7 @@ def _check_parts(tensors: Sequence[Tensor], paths: Sequence[str], arrays: Sequen
         if is_global(array):
             check_arrays((tensor,), (path,), (given,))
             continue
-        part = local_part(NamedSharding(mesh, tensor.partition_spec), tensor.shape)
+        part = local_part(tensor.sharding_on(mesh), tensor.shape)
         wanted = part_shape(part)
         if (given.shape, str(given.dtype)) != (wanted, tensor.dtype) or path_inside(path) != path_inside(tensor.path):
             raise PlanError(

@@ -179,7 +179,7 @@ class Plan(PlanData):
         with errors_for_all(self.mesh, "make an argument"):
             mesh, fresh = self.placed_mesh, FreshState(init, *args)
             tensors = self._tensors_for(fresh.paths, fresh.arrays, argument)
-            made = fresh.make([NamedSharding(mesh, tensor.partition_spec) for tensor in tensors])
+            made = fresh.make([tensor.sharding_on(mesh) for tensor in tensors])
             return self._carried(made, {}) if tensors and self._carries(parameter_of(tensors[0])) else made
 
     def tensors_of(self, tree: Any, argument: str | None = None, *, cast: bool = False) -> tuple[Tensor, ...]:
@@ -327,6 +327,7 @@ class Plan(PlanData):
                     executor=self.executor if executor is None else executor,
                     checks_numbers=check is not None,
                     logical_axis_rules=self.logical_axis_rules,
+                    state="offload" if self.offloads_state else None,
                 )
             except ValueError as error:
                 if "_argnames` has" not in str(error):
@@ -390,7 +391,7 @@ class Plan(PlanData):
 
     def _named_shardings(self, tensors: Sequence[Tensor]) -> list[NamedSharding]:
         assert self.mesh is not None
-        return [NamedSharding(self.mesh, tensor.partition_spec) for tensor in tensors]
+        return [tensor.sharding_on(self.mesh) for tensor in tensors]
 
     def _structure(self, number: int) -> Structure:
         if self.structures is None:

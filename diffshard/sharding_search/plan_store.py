@@ -248,6 +248,7 @@ def is_made_for(plan: PlanData, request: PlanRequest) -> bool:
         and plan.logical_axis_rules == options.logical_axis_rules
         and options.executor in (None, plan.executor)
         and (options.remat is None) == (plan.remat is None)
+        and (options.state is not None) == plan.offloads_state
         and types == [(array.shape, str(array.dtype), i in given) for i, array in enumerate(call.arrays)]
         and plan.function_digest == function_digest(request.traced_function)
     )

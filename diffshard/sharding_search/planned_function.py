@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from diffshard.base import InfeasibleError, Progress
+from diffshard.checks.hlo import with_host_memory
 from diffshard.live_progress import ProgressDisplay, live_line
 from diffshard.plans.base import PlanData
 from diffshard.plans.formats import format_bytes, format_count, format_devices, format_s, short_name
@@ -185,10 +186,15 @@ class PlannedFunction(Generic[PlanT]):
         cannot be compiled.
         """
         prepared, _ = self._prepare(args, kwargs, None)
-        traced = prepared.jitted.trace(*prepared.call.arrays, *prepared.residuals)
-        if isinstance(self.options.mesh, Mesh):
-            return traced.lower()
-        return traced.lower(lowering_platforms=(jax.default_backend(),))
+        traced, plan = prepared.jitted.trace(*prepared.call.arrays, *prepared.residuals), prepared.plan
+        is_here = isinstance(self.options.mesh, Mesh)
+        lowered = traced.lower() if is_here else traced.lower(lowering_platforms=(jax.default_backend(),))
+        if not plan.host_bytes:
+            return lowered
+        return with_host_memory(
+            lowered,
+            *([tensor.on_host for tensor in (*tensors, *plan.residuals)] for tensors in (plan.arguments, plan.outputs)),
+        )
 
     def compile(self, *args: Any, **kwargs: Any) -> Any:
         """Compiles the planned function for arguments of these shapes now, which its first call would do otherwise.
@@ -305,7 +311,7 @@ class PlannedFunction(Generic[PlanT]):
         misplaced = {}
         for i, (tensor, array) in enumerate(zip(plan.arguments, arrays, strict=True)):
             if isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.committed:
-                sharding = NamedSharding(self.options.mesh, tensor.partition_spec)
+                sharding = tensor.sharding_on(self.options.mesh)
                 if not array.sharding.is_equivalent_to(sharding, array.ndim):
                     misplaced[i] = sharding
         return misplaced

@@ -256,6 +256,7 @@ def make_plan(request: PlanRequest, solution: Solution) -> Plan:
         ),
         timeline=predicted_timeline(space, summary.layout) if executor == "program" else None,
         function_digest=function_digest(traced_function),
+        offloads_state=options.state is not None,
         residuals=planned_residuals(traced_function, space, summary.layout),
         mesh=options.mesh,
         structures=(traced_function.call.structure, traced_function.result),
@@ -288,17 +289,22 @@ def _arrays(
     arguments = zip(graph.inputs, call.paths, layout.input_specs, next_best.inputs, call.logical_axes, strict=True)
     outputs = zip(graph.outputs, traced_function.out_paths, layout.output_specs, strict=True)
     operations = zip(graph.vertices, summary.prediction.compute_s, next_best.vertices, strict=True)
+    on_host = {i for i, vertex in enumerate(graph.inputs) if layout.strategies[vertex.index].on_host}
     return _Arrays(
         arguments=tuple(
             replace(
                 _tensor(path, vertex.results[0], spec, axis_names),
                 given=i in given,
+                on_host=layout.strategies[vertex.index].on_host,
                 logical_axes=None if names is None else tuple(map(_axis_text, names)),
                 **_next_best(other, axis_names),
             )
             for i, (vertex, path, spec, other, names) in enumerate(arguments)
         ),
-        outputs=tuple(_tensor(path, output, spec, axis_names) for output, path, spec in outputs),
+        outputs=tuple(
+            replace(_tensor(path, output, spec, axis_names), on_host=argument in on_host)
+            for (output, path, spec), argument in zip(outputs, graph.feedback, strict=True)
+        ),
         operations=tuple(
             replace(_operation(vertex, layout, float(seconds), axis_names), **_next_best(other, axis_names))
             for vertex, seconds, other in operations

@@ -6,6 +6,7 @@ import numpy as np
 
 from cost.streams import Played, play
 from diffshard.checks.kernel_work import BETWEEN_HOSTS as BETWEEN_HOSTS_NAME
+from diffshard.checks.kernel_work import HOST_MEMORY as HOST_NAME
 from diffshard.checks.kernel_work import INSIDE_HOST as INSIDE_HOST_NAME
 from diffshard.checks.timeline import COMPUTE, Span, Timeline
 from diffshard.checks.timeline_lanes import lanes_of
@@ -14,10 +15,10 @@ from diffshard.plans.timeline import PredictedTimeline, PredictedWait
 from search_spaces.sharding.base import Layout
 from search_spaces.sharding.graph import Graph
 from search_spaces.sharding.memory import MemoryUse
-from search_spaces.sharding.program_steps import BETWEEN_HOSTS, INSIDE_HOST, ProgramSteps
+from search_spaces.sharding.program_steps import BETWEEN_HOSTS, HOST_MEMORY, INSIDE_HOST, ProgramSteps
 from search_spaces.sharding.space import ShardingSpace
 
-_NAMES = {0: COMPUTE, INSIDE_HOST: INSIDE_HOST_NAME, BETWEEN_HOSTS: BETWEEN_HOSTS_NAME}
+_NAMES = {0: COMPUTE, INSIDE_HOST: INSIDE_HOST_NAME, BETWEEN_HOSTS: BETWEEN_HOSTS_NAME, HOST_MEMORY: HOST_NAME}
 _LEAST_SHARE = 1e-3  # of a step: shorter waits are not listed
 
 
@@ -50,7 +51,8 @@ def _timeline(space: ShardingSpace, program: ProgramSteps, played: Played) -> Ti
     for i in played.order:
         step, origin = program.steps[i], program.origins[i]
         vertex = space.graph.vertices[origin.vertex]
-        transfer = f"{origin.kind} {_axes(space, origin.axes)}" if origin.axes else ""
+        is_copy = origin.kind == "copy"
+        transfer = f"{origin.kind} {_axes(space, origin.axes)}" if origin.axes else "copy host" if is_copy else ""
         source = f"{vertex.scope}/{vertex.primitive}" if not transfer else ""
         for stream in step.streams if step.seconds else ():
             name = _NAMES[stream]

@@ -5,20 +5,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
-import jax
-from jax.extend import core
-from jax.interpreters.partial_eval import dce_jaxpr
-
 from diffshard.base import PlanError, Progress
 from diffshard.plans.base import PlanData
 from diffshard.sharding_search.mesh_candidates import MeshCandidate
 from diffshard.sharding_search.options import Options
-from diffshard.sharding_search.tracing import TracedFunction, space_of
+from diffshard.sharding_search.tracing import TracedFunction, space_of, traced_again
 from search_spaces.rematerialisation.offloading import Offload
 from search_spaces.rematerialisation.passes import passes_of, step_key
 from search_spaces.rematerialisation.program import RematerialisedFunction
 from search_spaces.sharding.space import ShardingSpace
-from search_spaces.sharding.tracing import build_graph
 
 PlanT = TypeVar("PlanT", bound=PlanData)
 
@@ -75,9 +70,4 @@ def recomputing(
     for offload in offloads:
         if not 0 <= offload.value < len(graph.values) or not {offload.gone_before, offload.back_from} <= known:
             raise PlanError("The plan does not fit the function: what it offloads is not in its forward pass.")
-    types = [v.aval for v in traced_function.jaxpr.jaxpr.invars]
-    arrays = [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type) for t in types]
-    jaxpr = jax.make_jaxpr(RematerialisedFunction(graph, recomputed, offloads))(*arrays)
-    live, _ = dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars), instantiate=True)
-    jaxpr = core.ClosedJaxpr(live, jaxpr.consts)
-    return replace(traced_function, jaxpr=jaxpr, graph=build_graph(jaxpr, graph.feedback, traced_function.call.paths))
+    return traced_again(traced_function, RematerialisedFunction(graph, recomputed, offloads))

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 from jax.extend import core
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from diffshard.base import InfeasibleError
@@ -34,6 +35,7 @@ from diffshard.sharding_search.call import (
 from diffshard.sharding_search.mesh_candidates import LevelNames
 from diffshard.sharding_search.module_scopes import module_scopes
 from diffshard.sharding_search.options import Options, has_explicit_axes, with_automatic_axes
+from search_spaces.rematerialisation.program import RematerialisedFunction
 from search_spaces.sharding.given import (
     as_sharding,
     given_dimensions,
@@ -43,6 +45,7 @@ from search_spaces.sharding.given import (
     without_context_mesh,
 )
 from search_spaces.sharding.graph import Graph, check_sizes
+from search_spaces.sharding.host_state import early_updates
 from search_spaces.sharding.opaque.cudnn import planned_without_cudnn
 from search_spaces.sharding.space import ShardingSpace
 from search_spaces.sharding.tracing import build_graph, feedback_of
@@ -188,13 +191,27 @@ def trace_call(options: Options, call: Call, report_lost: ReportLostChanges = wa
     result = results[-1]
     graph = build_graph(jaxpr, result.feedback, call.paths)
     check_sizes(graph)
-    return TracedFunction(
+    traced_function = TracedFunction(
         jaxpr=jaxpr,
         graph=graph,
         call=call,
         result=result.structure,
         out_paths=result.paths,
     )
+    if options.state is None:
+        return traced_function
+    return traced_again(traced_function, RematerialisedFunction(early_updates(graph), frozenset()))
+
+
+def traced_again(traced_function: TracedFunction, flat: Callable[..., list[Any]]) -> TracedFunction:
+    """Returns a traced function that another function of its flat arrays computes, without what no result needs."""
+    types = [v.aval for v in traced_function.jaxpr.jaxpr.invars]
+    arrays = [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type) for t in types]
+    jaxpr = jax.make_jaxpr(flat)(*arrays)
+    live, _ = dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars), instantiate=True)
+    jaxpr = core.ClosedJaxpr(live, jaxpr.consts)
+    graph = build_graph(jaxpr, traced_function.graph.feedback, traced_function.call.paths)
+    return replace(traced_function, jaxpr=jaxpr, graph=graph)
 
 
 def _called(options: Options, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -302,6 +319,7 @@ def space_of(
         options.memory_limit_bytes,
         as_program=is_default or options.executor == "program",
         loaded=traced_function.loaded,
+        offloads_state=options.state is not None,
     )
 
 

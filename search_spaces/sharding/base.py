@@ -117,6 +117,7 @@ class ShardingStrategy(NamedTuple):
       sent_in: the format of the codes in which partial sums are sent, a key of `codes.FORMATS`; "" for no codes.
       kept_in: the format of the codes as which the result is kept for the backward pass; "" for no codes. In the
         problem it is chosen by the hub of the value.
+      on_host: whether an array of the state is in the host's memory between its updates (`host_state.py`).
     """
 
     operands: tuple[IndexedSpec, ...]
@@ -127,6 +128,7 @@ class ShardingStrategy(NamedTuple):
     format: str = ""
     sent_in: str = ""
     kept_in: str = ""
+    on_host: bool = False
 
 
 class Coded(NamedTuple):

@@ -50,6 +50,17 @@ class Arrays(Protocol):
         ...
 
 
+def _from_host(array: Any, value: Value, after: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    del value
+    array, *after = jax.lax.optimization_barrier((array, *after))
+    return jax.device_put(array, jax.memory.Space.Device), after
+
+
+def _to_host(array: Any, value: Value) -> Any:
+    del value
+    return jax.device_put(array, jax.memory.Space.Host)
+
+
 def _as_it_lies(array: Any, major: int = 0) -> Any:
     del major
     return array
@@ -57,6 +68,9 @@ def _as_it_lies(array: Any, major: int = 0) -> Any:
 
 class Flow(NamedTuple):
     """What orders an interpreter's work: barriers, loops and branches, with the signatures of those in `jax.lax`.
+
+    `from_host(array, value, others)` copies an array of the state to the device when the others are there, and returns
+    it and these; `to_host(array, value)` copies what replaces one to the host's memory.
 
     A player of the program's timeline has its own; see `program_steps.py`. `lay_out(array, dimension)` says how an
     array lies in memory: the dimension, by default the first, is the slowest, and the others are in order.
@@ -67,6 +81,8 @@ class Flow(NamedTuple):
     while_loop: Callable[..., Any] = jax.lax.while_loop
     switch: Callable[..., Any] = jax.lax.switch
     lay_out: Callable[..., Any] = _as_it_lies
+    from_host: Callable[[Any, Value, Sequence[Any]], tuple[Any, Sequence[Any]]] = _from_host
+    to_host: Callable[[Any, Value], Any] = _to_host
 
 
 class Keeping(NamedTuple):

@@ -287,7 +287,8 @@ def strategy_name(strategy: ShardingStrategy, axis_names: Sequence[str]) -> str:
     operands, unreduced, results = texts
     kinds = dict.fromkeys(step.kind for steps in strategy.reductions for step in steps)
     middle = [unreduced] if unreduced != results else []
-    return " -> ".join(filter(None, (operands, *middle, *kinds, results)))
+    place = ["the host's memory"] if strategy.on_host else []
+    return " -> ".join(filter(None, (operands, *place, *middle, *kinds, results)))
 
 
 def spec_text(spec: IndexedSpec, axis_names: Sequence[str]) -> str:

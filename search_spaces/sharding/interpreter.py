@@ -20,6 +20,7 @@ from search_spaces.sharding.base import Layout, ShardingStrategy
 from search_spaces.sharding.delayed_scales import DelayedScales
 from search_spaces.sharding.executor import Arrays, Encode, Flow, Keeping, Path
 from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex
+from search_spaces.sharding.host_state import host_copies
 from search_spaces.sharding.kept_codes import LateReads
 from search_spaces.sharding.resharding import is_message_coded
 from search_spaces.sharding.schedule import FetchStage, Pause, ProgramSchedule
@@ -36,6 +37,13 @@ class _Kept(NamedTuple):
     """Where the codes of a value stand in an environment."""
 
     value: int
+
+
+@dataclass(frozen=True)
+class _OnHost:
+    """Where an array of the state in the host's memory stands in an environment."""
+
+    value: int | None
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,7 @@ class GraphInterpreter:
         self.graph, self.layout, self.path, self.arrays, self.schedule = graph, layout, path, arrays, schedule
         self.flow, self.encode, self.keeping, self.delayed = flow, encode, keeping, delayed
         self.late = LateReads() if keeping is None else keeping.late
+        self.host = host_copies(graph, layout.strategies)
 
     def __call__(
         self, arguments: Sequence[Any], constants: Sequence[Any], residuals: Mapping[int, Any] | None = None
@@ -90,10 +99,34 @@ class GraphInterpreter:
         env: Environment = ChainMap({_Residual(vertex): array for vertex, array in residuals.items()})
         for vertex, array in zip((*self.graph.inputs, *self.graph.constants), (*arguments, *constants), strict=True):
             self._enter(env, vertex, array)
+        self._copy_in(env, None)
         self._steps(env, self.graph.block.steps)
         targets = zip(self.graph.outputs, self.layout.output_specs, strict=True)
-        results = [self._read_operand(env, output, spec) for output, spec in targets]
+        results = [self._result(env, output, spec) for output, spec in targets]
         return [*results, *(env[_Residual(vertex)] for vertex in residuals)]
+
+    def _result(self, env: Environment, output: Operand, spec: IndexedSpec) -> Any:
+        if isinstance(output, Value) and output.id in self.host.of_result:
+            return env[_OnHost(output.id)]
+        return self._read_operand(env, output, spec)
+
+    def _copy_in(self, env: Environment, made: int | None) -> None:
+        """Begins the copies from the host's memory that wait for a value."""
+        for array in self.host.coming.get(made, ()):
+            value, spec = self.graph.values[array.value], self.layout.strategies[array.vertex].unreduced[0]
+            keys = [key for key in (made, _OnHost(array.after)) if key in env]
+            copy, after = self.flow.from_host(env.maps[-1].pop(_OnHost(value.id)), value, [env[key] for key in keys])
+            for key, other in zip(keys, after, strict=True):
+                next(arrays for arrays in env.maps if key in arrays)[key] = other
+            self._store(ChainMap(env.maps[-1]), value, copy, spec)
+
+    def _arrived(self, env: Environment, value: Value) -> None:
+        """Copies from and to the host's memory what was to wait for a value."""
+        self._copy_in(env, value.id)
+        if value.id in self.host.of_result:
+            spec = self.layout.strategies[self.host.of_result[value.id].vertex].unreduced[0]
+            array = self._reshard(env[value.id], value, self.layout.value_specs[value.id], spec)
+            env[_OnHost(value.id)] = self.flow.to_host(array, value)
 
     def _reshard(self, array: Any, value: Value, source: IndexedSpec, target: IndexedSpec) -> Any:
         return self.arrays.reshard(array, value, source, self.path(source, target)) if value.shape else array
@@ -128,6 +161,7 @@ class GraphInterpreter:
         if value.id in self.late.kept:
             assert self.keeping is not None
             env[value.id], env[_Kept(value.id)] = self.keeping.encode(env[value.id], value)
+        self._arrived(env, value)
 
     def _with_late(self, env: Environment, vertex: Vertex) -> Environment:
         """Returns the environment that an operation after the forward pass reads: kept codes are decoded."""
@@ -152,6 +186,9 @@ class GraphInterpreter:
     def _enter(self, env: Environment, vertex: Vertex, array: Any) -> None:
         """Puts an array that a vertex stores into the environment, gathered as the strategy has it."""
         strategy, value = self.layout.strategies[vertex.index], vertex.results[0]
+        if value.id in self.host.of_argument:
+            env[_OnHost(value.id)] = array
+            return
         if value.shape:
             array = self.arrays.fix(array, value, strategy.unreduced[0])
             if vertex.index in self.schedule.bare_inputs:

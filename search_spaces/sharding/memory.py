@@ -5,7 +5,7 @@ operation reads must then live as long as the fusion that reads it. A fusion wri
 same size that nobody reads afterwards (`fusion.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from search_spaces.sharding.base import Node, Rule, ShardingStrategy
 from search_spaces.sharding.codes import FORMATS as CODES
 from search_spaces.sharding.fusion import Fusing, is_pointwise
 from search_spaces.sharding.graph import Graph, Value, Vertex
+from search_spaces.sharding.host_state import HostArray, bytes_on
 from search_spaces.sharding.scheduling import HeldPositions
 from search_spaces.sharding.spec import local_bytes
 
@@ -133,6 +134,7 @@ def usages_of(
     held: HeldPositions,
     residuals: Mapping[int, Residual] | None = None,
     residual_bytes: Mapping[int, Sequence[float]] | None = None,
+    host_arrays: Sequence[HostArray] = (),
 ) -> Usages:
     """Lists the memory that each node's strategies use: a value that exists belongs to its hub, else to its vertex.
 
@@ -147,6 +149,8 @@ def usages_of(
         for its whole life, and its numbers until the forward pass has read them, and while the backward pass does.
       residual_bytes: `[S_v]` of what the strategies of an operation have not sent of its sums, by its vertex: in memory
         throughout.
+      host_arrays: the arrays of the state that may be on the host. One that is takes memory of the device from the
+        begin of its copy to its last reader; what replaces it belongs to the argument once it could be on the host.
     """
     usages = Usages([], [], [], [], [])
 
@@ -159,10 +163,11 @@ def usages_of(
 
     for vertex, num_bytes in (residual_bytes or {}).items():
         add(vertex, graph.vertices[vertex].results[0], num_bytes, 0, graph.length + 2, is_copy=True)
+    interval = _add_state(add, graph, nodes, lifetimes, axis_sizes, host_arrays)
     for value in graph.values:
         if not value.shape or not lifetimes.is_written[value.id] or value.is_on_host:
             continue
-        start, end = lifetimes.interval[value.id]
+        start, end = interval[value.id]
         if value.id in held.reduce_until:
             makers = nodes[value.vertex].strategies
             partial = [_bytes_before_reduction(value, s, axis_sizes) for s in makers]
@@ -187,6 +192,7 @@ def usages_of(
             continue
         stored_specs = [s.unreduced[result] if _is_gathered(s, result) else s.results[result] for s in strategies]
         sizes = [local_bytes(value, spec, axis_sizes) for spec in stored_specs]
+        sizes = bytes_on(strategies, sizes, is_host=False)
         add(node, value, np.multiply(sizes, _kept_shares(value, strategies)).tolist(), start, end, is_copy=False)
         copy = [
             local_bytes(value, s.results[result], axis_sizes) if _is_gathered(s, result) else 0.0 for s in strategies
@@ -198,6 +204,33 @@ def usages_of(
                 first_use, last_use = int(start), max(last_use, graph.copied_until[value.id] + 1)
             add(node, value, copy, first_use, last_use + 1, is_copy=True)
     return usages
+
+
+def _add_state(
+    add: Callable[..., None],
+    graph: Graph,
+    nodes: Sequence[Node],
+    lifetimes: Lifetimes,
+    axis_sizes: tuple[int, ...],
+    host_arrays: Sequence[HostArray],
+) -> np.ndarray:
+    """Adds what arrays that may be on the host take besides; returns when values live, `[values, 2]`.
+
+    That is the copy on the device of one that is there. What replaces an array lives until it could be on the host;
+    from then on it belongs to the argument, and takes no memory of the device if that is on the host.
+    """
+    interval = lifetimes.interval.copy()
+    for array in host_arrays:
+        strategies, value, result = nodes[array.vertex].strategies, array.value, array.result
+        sizes = [local_bytes(graph.values[value], s.unreduced[0], axis_sizes) for s in strategies]
+        copied, staying = (bytes_on(strategies, sizes, is_host=is_host) for is_host in (True, False))
+        last = min(int(interval[value, 1]), int(lifetimes.last_use[value]) + 1)
+        add(array.vertex, graph.values[value], copied, array.comes_at + 2, last, is_copy=True)
+        end = int(interval[result, 1])
+        readers = [reader.position for reader, _ in graph.consumers()[result]]
+        interval[result, 1] = min(max([array.gone_at, *readers]) + 2, end)
+        add(array.vertex, graph.values[result], staying, int(interval[result, 1]), end, is_copy=False)
+    return interval
 
 
 def _kept_shares(value: Value, strategies: Sequence[ShardingStrategy]) -> list[float]:

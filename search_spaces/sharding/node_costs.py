@@ -58,6 +58,7 @@ class NodeCosts:
       kernels: what is read from memory and written to it.
       forms: a number for each vertex, equal for those that compute the same.
       format_price_s: the products that may run in formats, and what that costs, seconds.
+      host_s_per_byte: what a step waits for the copies of an array of the state that is on the host, by its input.
     """
 
     def __init__(
@@ -69,8 +70,10 @@ class NodeCosts:
         kernels: Kernels,
         forms: Sequence[int],
         format_price_s: Mapping[FormatKey, float] | None = None,
+        host_s_per_byte: Mapping[int, float] | None = None,
     ):
         self.axis_sizes, self.hardware, self.kernels, self._forms = axis_sizes, hardware, kernels, forms
+        self._host_s_per_byte = {} if host_s_per_byte is None else host_s_per_byte
         self._price_s: dict[tuple[int, str, str], float] = {}
         self._priced: dict[int, list[tuple[str, str, float]]] = {}
         for key, price_s in ({} if format_price_s is None else format_price_s).items():
@@ -110,6 +113,7 @@ class NodeCosts:
             shares,
             self.kernels.at(vertex),
             price_s,
+            self._host_s_per_byte.get(vertex.index),
         )
 
     def node_s(self, node: Node) -> np.ndarray:
@@ -132,6 +136,8 @@ class NodeCosts:
 
     def compute_s(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> np.ndarray:
         """Returns the seconds of one device's arithmetic and memory traffic in one step, `[strategies]`."""
+        if vertex.index in self._host_s_per_byte and vertex.kind == "input":
+            return np.array([self._host_copies_s(vertex, s) for s in strategies])
         if vertex.equation is None or vertex.kind not in ("operation", "stack"):
             return np.zeros(len(strategies))
         copied_bytes = np.array([self._copied_bytes(vertex, s) for s in strategies])
@@ -152,6 +158,10 @@ class NodeCosts:
             formatted_s = self._formatted_compute_s(vertex, strategies, copy_s, FORMATS[name])
             seconds = np.where([s.format == name for s in strategies], formatted_s, seconds)
         return seconds + np.array([self._coding_s(vertex, s) for s in strategies])
+
+    def _host_copies_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
+        num_bytes = local_bytes(vertex.results[0], strategy.unreduced[0], self.axis_sizes)
+        return self._host_s_per_byte[vertex.index] * num_bytes if strategy.on_host else 0.0
 
     def _exact_compute_s(
         self, vertex: Vertex, strategies: Sequence[ShardingStrategy], copy_s: np.ndarray
@@ -212,7 +222,8 @@ class NodeCosts:
         """Returns `compute_s` of one strategy; a plan's strategies are asked for several times."""
         key = vertex.index, strategy
         if key not in self._chosen_compute_s:
-            of_form = self._forms[vertex.index], self.kernels.at(vertex), strategy
+            host_s_per_byte = self._host_s_per_byte.get(vertex.index)
+            of_form = self._forms[vertex.index], self.kernels.at(vertex), strategy, host_s_per_byte
             if of_form not in self._compute_s_of_form:
                 self._compute_s_of_form[of_form] = float(self.compute_s(vertex, (strategy,))[0])
             self._chosen_compute_s[key] = self._compute_s_of_form[of_form]

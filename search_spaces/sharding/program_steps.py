@@ -30,9 +30,9 @@ from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.product_formats import FORMATS
 from search_spaces.sharding.resharding import Message, maxima_of
 from search_spaces.sharding.schedule import ProgramSchedule
-from search_spaces.sharding.spec import parts_of
+from search_spaces.sharding.spec import local_bytes, parts_of
 
-INSIDE_HOST, BETWEEN_HOSTS = COMPUTE + 1, COMPUTE + 2
+INSIDE_HOST, BETWEEN_HOSTS, HOST_MEMORY = COMPUTE + 1, COMPUTE + 2, COMPUTE + 3
 """Streams of links. A device sends to all others of its host through one link, whatever the mesh axis."""
 # Collectives that XLA combines, and the size of a combined result: xla/service/gpu, `kDefaultAllGatherCombineThreshold`
 # and those of reduce-scatters and all-reduces.
@@ -44,7 +44,8 @@ class StepOrigin(NamedTuple):
     """Where a step of a program comes from.
 
     Attributes:
-      kind: the kind of a collective; "compute" for arithmetic, "barrier" where the program joins what must be there.
+      kind: the kind of a collective; "copy" from or to the host's memory; "compute" for arithmetic, "barrier" where the
+        program joins what must be there.
       vertex: the index of the operation, or of the one whose result a collective moves; -1 for barriers.
     """
 
@@ -84,7 +85,8 @@ def program_steps(
       late: what is kept as codes for the backward pass.
     """
     recorder = _Recorder(graph, layout, costs)
-    flow = Flow(recorder.barrier, recorder.scan, recorder.while_loop, recorder.switch)
+    copies = {"from_host": recorder.from_host, "to_host": recorder.to_host}
+    flow = Flow(recorder.barrier, recorder.scan, recorder.while_loop, recorder.switch, **copies)
     keeping = Keeping(recorder.keep, recorder.kept, late)
     run = GraphInterpreter(graph, layout, costs.reshard_costs.path, recorder, schedule, flow, recorder.encode, keeping)
     run([_THERE] * len(graph.inputs), [_THERE] * len(graph.constants))
@@ -197,6 +199,23 @@ class _Recorder:
                 token = self._send(token, value, [step for _, step in group])
             reduced.append(token)
         return reduced
+
+    def from_host(self, array: Any, value: Value, after: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+        """Adds the copy of an array of the state to the device."""
+        return self._copy([array, *after], value, self.graph.vertices[value.vertex].index), after
+
+    def to_host(self, array: Any, value: Value) -> Any:
+        """Adds the copy of what replaces an array of the state to the host's memory."""
+        (argument,) = (i for o, i in zip(self.graph.outputs, self.graph.feedback, strict=True) if o is value)
+        assert argument is not None
+        return self._copy([array], value, self.graph.inputs[argument].index)
+
+    def _copy(self, arrays: Sequence[Any], value: Value, vertex: int) -> _Token:
+        rate = self.costs.hardware.host_memory_bytes_per_s
+        assert rate is not None
+        num_bytes = local_bytes(value, self.layout.strategies[vertex].unreduced[0], self.costs.axis_sizes)
+        streams = (COMPUTE,) if self.holds else (HOST_MEMORY,)
+        return self._add(streams, num_bytes / rate, arrays, StepOrigin("copy", value.vertex))
 
     def context_of(self, equation: Any) -> AbstractContextManager[None]:
         """Returns a context that changes nothing."""

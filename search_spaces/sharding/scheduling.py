@@ -183,7 +183,8 @@ class _LineScheduler:
         while True:
             vertex = self.graph.vertices[value.vertex]
             if vertex.kind != "operation":
-                return tuple(reversed(chain)), value
+                is_on_host = self.layout.strategies[vertex.index].on_host
+                return None if is_on_host else (tuple(reversed(chain)), value)
             values = [o for o in vertex.operands if isinstance(o, Value)]
             has_reduction = any(self.layout.strategies[vertex.index].reductions)
             is_cheap = vertex.primitive in _CHEAP and len(values) == 1 and not has_reduction

@@ -30,6 +30,7 @@ times the share of it that the step waits for.
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import jax
@@ -56,6 +57,7 @@ from search_spaces.sharding.explaining import (
     strategy_name,
 )
 from search_spaces.sharding.graph import Graph
+from search_spaces.sharding.host_state import HostArray, host_arrays, host_s_per_byte, with_host_strategies
 from search_spaces.sharding.kept_codes import LateReads, Residuals
 from search_spaces.sharding.kernels import Kernels, kernels_of
 from search_spaces.sharding.memory import Lifetimes, Usages, lifetimes_of, memory_use, usages_of
@@ -102,6 +104,7 @@ class ShardingSpace:
       as_program: whether operations are split only in ways that have a form on one device's part (`whole_operations`);
         without it, only in ways that XLA's partitioner computes rightly (`partitioner_faults`).
       loaded: flat arguments that hosts load anew for each step: none is left whole on several hosts if it divides.
+      offloads_state: whether arrays of the state may be in the host's memory between their updates.
       format_price_s: seconds that it costs to have something in a format, those that its part in the loss is worth: by
         the index of a product's vertex and the name of the format, or by `Coded`. Its strategies are there again for
         each format, after those as they are. What is not listed stays as it is.
@@ -116,6 +119,7 @@ class ShardingSpace:
     memory_limit_bytes: float = np.inf
     as_program: bool = False
     loaded: frozenset[int] = frozenset()
+    offloads_state: bool = False
     format_price_s: Mapping[FormatKey, float] = field(default_factory=dict)
 
     def with_formats(self, price_s: Mapping[FormatKey, float]) -> "ShardingSpace":
@@ -249,9 +253,15 @@ class ShardingSpace:
 
     @cached_property
     def _exact_nodes(self) -> list[Node]:
-        return nodes_of(
+        nodes = nodes_of(
             self.graph, self.rules, self.forms, self.given, self.reshard_costs, self.as_program, self._axes_to_split
         )
+        return with_host_strategies(nodes, self.host_arrays)
+
+    @cached_property
+    def host_arrays(self) -> tuple[HostArray, ...]:
+        """The arrays of the state that may be in the host's memory, in the order of their updates."""
+        return host_arrays(self.graph) if self.offloads_state else ()
 
     @cached_property
     def _axes_to_split(self) -> dict[int, frozenset[int]]:
@@ -321,14 +331,18 @@ class ShardingSpace:
             self.reshard_costs.path, [self.nodes[vertex] for vertex in sorted(with_feedback)], any(self.donated)
         )
         return usages_of(
-            self.graph, self.nodes, self.hub_node, lifetimes, self.axis_sizes, held, residuals, residual_bytes
-        )
+            self.graph, self.nodes, self.hub_node, lifetimes, self.axis_sizes, held, residuals, residual_bytes,
+            self.host_arrays,
+        )  # fmt: skip
 
     @cached_property
     def node_costs(self) -> NodeCosts:
         """What strategies cost by themselves."""
         costs, shares = self.reshard_costs, self._collective_shares
-        return NodeCosts(self.axis_sizes, self.hardware, costs, shares, self.kernels, self.forms, self.format_price_s)
+        host_s = host_s_per_byte(self.graph, self.host_arrays, self.hardware, prod(self.axis_sizes))
+        return NodeCosts(
+            self.axis_sizes, self.hardware, costs, shares, self.kernels, self.forms, self.format_price_s, host_s
+        )
 
     @cached_property
     def _collective_shares(self) -> CollectiveShares:

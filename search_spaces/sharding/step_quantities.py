@@ -226,6 +226,9 @@ def computing_of(graph: Graph, layout: Layout, node_costs: NodeCosts, compute_s:
         traffic_s += float(compute_s[vertex.index]) - seconds
         if not seconds:
             continue
+        if vertex.kind == "input":  # copies from the host's memory and back
+            traffic_s += seconds
+            continue
         work = node_costs.work(vertex, strategy)
         if is_product(vertex):
             products_s += seconds
