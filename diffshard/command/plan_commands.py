@@ -37,7 +37,7 @@ from diffshard.front_end import search
 from diffshard.hardware import load_hardware
 from diffshard.pipelines.pipelined_function import PipelinedFunction
 from diffshard.pipelines.plan import PipelinePlan
-from diffshard.pipelines.plans import file as pipeline_file
+from diffshard.pipelines.plans import consistency as pipeline_file
 from diffshard.plans import file
 from diffshard.plans.documents import BILEVEL, PIPELINE, kind_of, read
 from diffshard.plans.formats import format_s

@@ -20,7 +20,7 @@ from diffshard.files import replace_file
 from diffshard.pipelines.cutting import UncutStep
 from diffshard.pipelines.options import PipelineOptions
 from diffshard.pipelines.plans.base import Decision, PipelinePlanData
-from diffshard.pipelines.plans.file import from_json, to_json
+from diffshard.pipelines.plans.consistency import from_json, to_json
 from diffshard.pipelines.stage_programme import Stage
 from diffshard.pipelines.stage_search import StageLayout
 from diffshard.plans.documents import DAMAGE, check_checksum, check_stored, read, text_of

@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from os import PathLike
 from typing import Any, Literal
 
 from cost.base import Hardware
@@ -17,27 +16,27 @@ from diffshard.pipelines.options import Course, PipelineOptions, donated_arrays,
 from diffshard.pipelines.pipelined_function import PipelinedFunction
 from diffshard.pipelines.planned_pipeline import FoundPipeline
 from diffshard.pipelines.plans.base import PipelinePlanData
-from diffshard.pipelines.plans.file import load, save, to_json
+from diffshard.pipelines.plans.consistency import FILE, to_json
 from diffshard.pipelines.plans.page import format_pipeline_page
 from diffshard.pipelines.plans.text import format_pipeline_in_line, format_pipeline_plan
 from diffshard.pipelines.replicated_pipeline import applied_pipeline
 from diffshard.plans.file import from_json as plan_from_json
-from diffshard.plans.page_elements import framed
-from diffshard.plans.plan_record import difference_in_lines
+from diffshard.plans.plan_record import PlanRecord
 from diffshard.processes import Processes
 from diffshard.sharding_search.fingerprints import digest_of
 from diffshard.sharding_search.plan import Plan
 
-_NOT_COMPARED = ("search_s", "tried", "facts", "question", "decisions")
-"""How a plan was found, and what programs are made of."""
-
 
 @dataclass(frozen=True)
-class PipelinePlan(PipelinePlanData):
+class PipelinePlan(PipelinePlanData, PlanRecord):
     """How a training step runs as a pipeline. Made by `diffshard.search(fn, cluster, pipeline=...).plan(*args)`.
 
-    `print` shows it. Its fields are those of `PipelinePlanData`.
+    `print` shows it. Its fields are those of `PipelinePlanData`. The plans of the stages' programs are not compared by
+    `diff`; those of `programs()` have a `diff` each.
     """
+
+    _file = FILE
+    _not_compared = ("search_s", "tried", "facts", "question", "decisions")
 
     def __str__(self) -> str:
         return format_pipeline_plan(self)
@@ -48,18 +47,6 @@ class PipelinePlan(PipelinePlanData):
     def html(self) -> str:
         """Returns the plan as a self-contained page for a browser; in a notebook a plan shows itself as this page."""
         return format_pipeline_page(self)
-
-    def _repr_html_(self) -> str:
-        return framed(self.html())
-
-    def diff(self, other: "PipelinePlan") -> str:
-        """Returns a line for each value that another plan has otherwise, as `num_microbatches: 8 → 16`; "" for none.
-
-        What was tried, and the plans of the stages' programs, are left out; those of `programs()` have a `diff` each.
-        """
-        if not isinstance(other, PipelinePlan):
-            raise PlanError(f"A PipelinePlan can be compared with its own kind, not a {type(other).__name__}.")
-        return difference_in_lines(to_json(self), to_json(other), without=_NOT_COMPARED)
 
     def programs(self) -> dict[str, Plan]:
         """Returns the plans of the stages' programs by name, such as "stage_0_forward"; each is a plan of its own."""
@@ -124,24 +111,6 @@ class PipelinePlan(PipelinePlanData):
                 raise
             raise PlanError(f"The plan does not fit the function: {error}") from None
         return PipelinedFunction(options, PipelinePlan, partial(_applied, self))
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Writes the plan as JSON; the file is replaced whole or not at all.
-
-        Raises:
-          OSError: the file cannot be written.
-        """
-        save(self, path)
-
-    @staticmethod
-    def load(path: str | PathLike[str]) -> "PipelinePlan":
-        """Reads a plan back.
-
-        Raises:
-          PlanError: the file is not a plan of a pipeline, damaged, or newer than this version.
-          OSError: the file cannot be read.
-        """
-        return load(path, PipelinePlan)
 
 
 def _applied(

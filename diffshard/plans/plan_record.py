@@ -116,13 +116,22 @@ def check_certificate(certificate: Certificate) -> None:
 
 _MOST_DIFFERENCES = 40
 """Lines of a difference: more than a screen would not be read. Chosen by hand."""
-_NOT_COMPARED = ("search_s", "history")  # how a plan was found
 
 
-class PlanRecord(Certified):
-    """A plan that is shown, saved, loaded and compared by its fields."""
+class _Paged(Protocol):
+    """What shows itself as a page."""
 
+    def html(self) -> str: ...
+
+
+class FileRecord:
+    """A plan that is saved and loaded by its fields, and shown in notebooks as its page."""
+
+    __slots__ = ()
     _file: ClassVar[RecordFile]
+
+    def _repr_html_(self: _Paged) -> str:
+        return framed(self.html())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON; the file is replaced whole or not at all.
@@ -142,6 +151,16 @@ class PlanRecord(Certified):
         """
         return cls._file.load(path, cls)
 
+
+class PlanRecord(Certified, FileRecord):
+    """A plan that is shown, saved, loaded and compared by its fields.
+
+    Attributes:
+      _not_compared: beginnings of the names of fields that `diff` leaves out: how a plan was found.
+    """
+
+    _not_compared: ClassVar[tuple[str, ...]] = ("search_s", "history")
+
     def html(self) -> str:
         """Returns the plan as a self-contained page for a browser; in a notebook a plan shows itself as this page."""
         known, (title, *lines) = self.certificate, str(self).splitlines()
@@ -154,14 +173,11 @@ class PlanRecord(Certified):
         text = "\n".join(lines).strip("\n")
         return document(title, [f"<h1>{escape(title)}</h1>", numbers, f"<pre>{escape(text)}</pre>"])
 
-    def _repr_html_(self) -> str:
-        return framed(self.html())
-
     def diff(self, other: Self) -> str:
         """Returns a line for each value that another plan has otherwise, as `busy_s[2]: 0.5 → 0.25`; empty for none."""
         if type(other) is not type(self):
             raise PlanError(f"A {type(self).__name__} can be compared with its own kind, not a {type(other).__name__}.")
-        return difference_in_lines(*(plan._file.to_json(plan) for plan in (self, other)), without=_NOT_COMPARED)
+        return difference_in_lines(*(plan._file.to_json(plan) for plan in (self, other)), without=self._not_compared)
 
 
 def difference_in_lines(values: Any, others: Any, *, without: tuple[str, ...]) -> str:

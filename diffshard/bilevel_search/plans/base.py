@@ -275,5 +275,5 @@ def _is_number(value: Any) -> bool:
 
 
 # Without its proof, what was measured would pass for a prediction.
-_FILE = RecordFile(BILEVEL, 3, check_bilevel_plan, needed=("proof",))
-save, load, to_json, from_json = _FILE.save, _FILE.load, _FILE.to_json, _FILE.from_json
+FILE = RecordFile(BILEVEL, 3, check_bilevel_plan, needed=("proof",))
+to_json, from_json = FILE.to_json, FILE.from_json

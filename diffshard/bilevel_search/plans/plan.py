@@ -5,7 +5,6 @@ It is either the plan that the search's mean slopes speak for, or that of the ca
 
 import math
 from collections.abc import Iterable, Sequence
-from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import optax
 
 from diffshard.bilevel_search.base import BilevelState, LossPrediction, Objective
 from diffshard.bilevel_search.inputs import as_real
-from diffshard.bilevel_search.plans.base import BilevelPlanData, NodePlan, Point, Proof, load, save
+from diffshard.bilevel_search.plans.base import FILE, BilevelPlanData, NodePlan, Point, Proof
 from diffshard.bilevel_search.plans.training import Training, training
 from diffshard.bilevel_search.plans.views import format_page, format_plan
 from diffshard.bilevel_search.relaxation import (
@@ -26,17 +25,18 @@ from diffshard.bilevel_search.relaxation import (
     mean_cost,
     proposals,
 )
-from diffshard.plans.page_elements import framed
+from diffshard.plans.plan_record import FileRecord
 from search_spaces.base import Choice, LossySpace, Part, SearchSpace, Traffic
 
 
-class BilevelPlan(BilevelPlanData):
+class BilevelPlan(BilevelPlanData, FileRecord):
     """A discrete choice, priced exactly: `print` shows it, `training` runs it.
 
     Its fields are those of `diffshard.bilevel_search.plans.base.BilevelPlanData`.
     """
 
     __slots__ = ()
+    _file = FILE
 
     def __str__(self) -> str:
         return format_plan(self)
@@ -44,23 +44,6 @@ class BilevelPlan(BilevelPlanData):
     def html(self) -> str:
         """Returns the plan as a self-contained page for a browser; in a notebook a plan shows itself as this page."""
         return format_page(self)
-
-    def _repr_html_(self) -> str:
-        return framed(self.html())
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Writes the plan with its proof as JSON; the file is replaced whole or not at all."""
-        save(self, path)
-
-    @staticmethod
-    def load(path: str | PathLike[str]) -> "BilevelPlan":
-        """Reads a plan back.
-
-        Raises:
-          PlanError: the file is not a plan of `bilevel`, is damaged, or is newer than this version.
-          OSError: it cannot be read.
-        """
-        return load(path, BilevelPlan)
 
     def training(
         self, space: SearchSpace[Any], optimizer: optax.GradientTransformation, num_steps: int | None = None

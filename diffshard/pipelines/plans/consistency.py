@@ -11,6 +11,7 @@ from cost.pipeline_steps import PipelineStep, StepsInTurn, pipeline_step, steps_
 from cost.pipeline_times import StageTimes
 from diffshard.pipelines.plans.base import PipelinePlanData, PlannedStage
 from diffshard.plans.consistency import check_tensor
+from diffshard.plans.documents import PIPELINE, RecordFile
 from diffshard.plans.plan_record import check_certificate
 
 
@@ -173,3 +174,7 @@ def _check_times(plan: PipelinePlanData) -> None:
 def _check_tried(plan: PipelinePlanData) -> None:
     if len({(count, schedule) for count, schedule, _ in plan.tried}) < len(plan.tried):
         raise ValueError("`tried` has a number of micro-batches with the same schedule twice")
+
+
+FILE = RecordFile(PIPELINE, 2, check_pipeline_plan, without=("stored_in",))
+to_json, from_json = FILE.to_json, FILE.from_json

@@ -7,7 +7,7 @@ import numpy as np
 import diffshard
 from diffshard.pipelines.division_search import DivisionSearch
 from diffshard.pipelines.stage_function import StageFunction
-from diffshard.pipelines.plans.file import to_json
+from diffshard.pipelines.plans.consistency import to_json
 from tests.diffshard.pipelines import small_pipeline
 
 small_pipeline.LAYERS = 2

@@ -8,7 +8,7 @@ import pytest
 
 import diffshard
 from diffshard.pipelines.execution import _Dispatch
-from diffshard.pipelines.plans.file import from_json, to_json
+from diffshard.pipelines.plans.consistency import from_json, to_json
 from diffshard.pipelines.stage_function import StageFunction
 from tests.diffshard.pipelines import scanned_models
 from tests.diffshard.pipelines.small_pipeline import check_close

@@ -13,7 +13,7 @@ from cost.pipeline_schedules import graph_of
 from diffshard.pipelines.cutting import cut_step, uncut_step
 from diffshard.pipelines.execution import StagedExecution
 from diffshard.pipelines.microbatches import BatchArguments
-from diffshard.pipelines.plans.file import from_json, to_json
+from diffshard.pipelines.plans.consistency import from_json, to_json
 from diffshard.plans.formats import format_s
 from experiments.pipelines.stage_memory import compiled_program
 from search_spaces.pipelines import grouped_program

@@ -11,7 +11,7 @@ import pytest
 
 import diffshard
 from diffshard.pipelines.division_search import DivisionSearch
-from diffshard.pipelines.plans.file import from_json, to_json
+from diffshard.pipelines.plans.consistency import from_json, to_json
 from tests.diffshard.pipelines import scanned_models, small_mixture
 from tests.diffshard.pipelines.small_pipeline import arguments, check_close, train_step
 

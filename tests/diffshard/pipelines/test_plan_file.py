@@ -8,7 +8,7 @@ import pytest
 
 import diffshard
 from diffshard.command.line import main
-from diffshard.pipelines.plans import file
+from diffshard.pipelines.plans.consistency import from_json, to_json
 from experiments.fuzzing.damage import Damage
 from tests.diffshard.pipelines.small_pipeline_plan import small_pipeline_plan
 
@@ -36,7 +36,7 @@ def test_what_is_no_path_is_refused(path):
 
 
 def test_newer_versions_and_other_files_are_refused(tmp_path):
-    document = file.to_json(small_pipeline_plan())
+    document = to_json(small_pipeline_plan())
     for values, message in (
         (json.dumps({**document, "version": 99}), "has the plan version 99"),
         ("{}", "is not a plan file of diffshard"),
@@ -78,21 +78,21 @@ def test_newer_versions_and_other_files_are_refused(tmp_path):
     ],
 )
 def test_what_cannot_be_is_refused(place, value, message):
-    document = json.loads(json.dumps(file.to_json(small_pipeline_plan())))
+    document = json.loads(json.dumps(to_json(small_pipeline_plan())))
     entry = document
     for key in place[:-1]:
         entry = entry[key]
     entry[place[-1]] = value
     with pytest.raises(diffshard.PlanError, match=message):
-        file.from_json(document, "plan.json", diffshard.PipelinePlan)
+        from_json(document, "plan.json", diffshard.PipelinePlan)
 
 
 def test_random_damage_is_refused_or_leaves_a_plan_that_can_be_shown():
-    damage = Damage(json.loads(json.dumps(file.to_json(small_pipeline_plan()))))
+    damage = Damage(json.loads(json.dumps(to_json(small_pipeline_plan()))))
     refused = 0
     for seed in range(200):
         try:
-            plan = file.from_json(damage.document_of(seed), "plan.json", diffshard.PipelinePlan)
+            plan = from_json(damage.document_of(seed), "plan.json", diffshard.PipelinePlan)
         except diffshard.PlanError:
             refused += 1
             continue

@@ -12,7 +12,7 @@ from diffshard.pipelines.cutting import uncut_step
 from diffshard.pipelines.execution import StagedExecution
 from diffshard.pipelines.microbatches import BatchArguments, trace_in_microbatches
 from diffshard.pipelines.options import PipelineOptions
-from diffshard.pipelines.plans.file import from_json, to_json
+from diffshard.pipelines.plans.consistency import from_json, to_json
 from diffshard.pipelines.replica_search import replicas_bound_s
 from diffshard.pipelines.step_search import StepSearch
 from search_spaces.pipelines.replicas import replica_part, replicated_step

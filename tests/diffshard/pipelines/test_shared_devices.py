@@ -9,7 +9,7 @@ import pytest
 import diffshard
 from diffshard.base import PlanError
 from diffshard.pipelines.even_division import EvenDivisionSearch
-from diffshard.pipelines.plans.file import from_json, to_json
+from diffshard.pipelines.plans.consistency import from_json, to_json
 from tests.diffshard.pipelines.small_pipeline import arguments, check_close, train_step
 from tests.diffshard.pipelines.small_pipeline_plan import GIB, small_pipeline_plan, stage
 
