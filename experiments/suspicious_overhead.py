@@ -1,13 +1,15 @@
 """What it costs to compare the gradients of replicas: planned steps with and without Zeno.
 
-    python -m experiments.suspicious_overhead [--mesh 8x1] [--shares 8 32] [--timeline]
+    python -m experiments.suspicious_overhead [--mesh 8x1] [--shares 8 32] [--timeline] [--stages 2]
 
 A GPT training step is planned for H100s with the plain gradient and with `diffshard.robust_gradients.zeno`, whose check
 batch is a share of one replica's part. The table has the predicted seconds, and with `--timeline` those of the program
-that XLA compiles for absent GPUs (the extra `gpu-compile`).
+that XLA compiles for absent GPUs (the extra `gpu-compile`). With `--stages` the step is cut into equal stages instead,
+and the table has what these send to each other at the beginning and the end of a step.
 """
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,10 +23,14 @@ from diffshard.checks.collectives import hlo_collectives
 from diffshard.checks.kernel_work import achievable_rates
 from diffshard.checks.timeline import simulate
 from diffshard.checks.verify import predicted_sent_bytes
+from diffshard.pipelines.cutting import cut_step, uncut_step
+from diffshard.pipelines.layer_graphs import layer_chain
+from diffshard.pipelines.microbatches import BatchArguments
 from experiments.host_devices import AXIS_NAMES, parse_mesh
 from experiments.models.gpt import GPT, Sizes, next_token_loss
 from experiments.tables import print_table
 from experiments.targets import h100_mesh
+from search_spaces.pipelines.stage_programs import staged_step
 
 COLUMNS = ("step", "predicted ms", "over plain", "peak GiB", "sent MB", "timeline ms", "over plain", "gathered")
 
@@ -69,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--stages", type=int, default=0, help="cut the step into stages in place of planning it")
     parser.add_argument("--timeline", action="store_true", help="compile the steps for absent H100s")
     options = parser.parse_args(argv)
     shape = parse_mesh(options.mesh)
@@ -88,6 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases: list[tuple[str, Any, tuple[Any, ...]]] = [("plain", plain_step, (state, batch))]
     checks = {share: tokens(max(options.per_replica // share, 1)) for share in options.shares}
     cases += [(f"zeno, 1/{share}", zeno_step, (state, batch, check)) for share, check in checks.items()]
+    if options.stages:
+        rows = [[name, *_between_stages(step, args, options.stages)] for name, step, args in cases]
+        head = ["step", "replicas' gradients MB", "sent at the beginning MB", "at the end MB"]
+        print_table(f"GPT of {options.layers} layers of width {options.width} in {options.stages} stages", head, rows)
+        return 0
     rows, first = [], None
     for name, step, args in cases:
         numbers = _measured(step, args, mesh, options.timeline)
@@ -96,6 +108,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(*rows[-1], sep=" | ", flush=True)
     print_table(f"GPT of {options.layers} layers of width {options.width}, {options.mesh}", COLUMNS, rows)
     return 0
+
+
+def _between_stages(step: Any, args: Any, num_stages: int) -> list[str]:
+    """Returns the MB of summed gradients, and of what stages read of each other at the beginning and the end."""
+    uncut = uncut_step(step, 4, BatchArguments((1,), ()), args, {})
+    chain = layer_chain(uncut, most_layers=48)
+    cut = cut_step(uncut, chain.cuts_before([len(chain) * n // num_stages for n in range(1, num_stages)]))
+    staged = staged_step(cut.parts, cut.cuts)
+    homes = {**dict(zip(staged.inputs, staged.homes, strict=True)), **{k: m.stage for k, m in staged.makers.items()}}
+    size = {key: math.prod(aval.shape) * aval.dtype.itemsize for key, aval in staged.avals.items() if key in homes}
+    sums = sum(size[a.total] for program in staged.programs.values() for a in program.accumulations)
+    sent = dict.fromkeys(("begin", "finish"), 0.0)
+    for label, program in staged.programs.items():
+        if label.kind in sent:
+            sent[label.kind] += sum(size[key] for key in program.reads if homes[key] != label.stage)
+    return [f"{number / 1e6:.2f}" for number in (sums, *sent.values())]
 
 
 def _measured(step: Any, args: Any, mesh: Any, with_timeline: bool) -> tuple[float, float, float, float, float]:

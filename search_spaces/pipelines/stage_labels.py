@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from cost.compute import CONTRACTIONS
@@ -118,6 +119,7 @@ class LabelledStep:
         values.update(zip(parts.after.makes, ended, strict=True))
         self._enter_constants(values)
         self.outputs = [values[o] if isinstance(o, int) else o for o in parts.outputs]
+        self._defer_passes()
         self._find_homes("each")
         self._house_versions()
         self._label_after()
@@ -259,6 +261,25 @@ class LabelledStep:
 
     # The end of a step.
 
+    def _defer_passes(self) -> None:
+        """Moves to the end what contracts arrays, micro-batches do not read, and only the end does.
+
+        A pass over data of its own then goes from stage to stage, where the weights are. At the beginning, a stage
+        makes all for itself.
+        """
+        early = {key for e in self.equations if e.part == "each" for key in e.reads}
+        early.update(key for key in self.outputs if not isinstance(key, core.Literal))
+        before = [equation for equation in self.equations if equation.part == "before"]
+        for equation in reversed(before):
+            if any(key in early for key in equation.makes):
+                early.update(equation.reads)
+        deferred: set[Key] = set()
+        for equation in before:
+            is_pass = _contracts(equation.equation) or any(key in deferred for key in equation.reads)
+            if is_pass and not any(key in early for key in equation.makes):
+                equation.part = "after"
+                deferred.update(equation.makes)
+
     def _label_after(self) -> None:
         """Puts each equation that runs at the end where the largest array that it reads is."""
         equations, at_hand = [], set()
@@ -268,6 +289,14 @@ class LabelledStep:
             else:
                 equations.append(equation)
         stages: dict[Key, int] = {**self.homes, **{key: label.stage for key, (label, _) in self.sums.items()}}
+        for equation in (
+            e for e in self.equations if e.part == "before"
+        ):  # such as a cast, which readers do themselves
+            sizes = [(num_bytes(self.avals[k]), -stages[k]) for k in equation.reads if k in stages]
+            largest, stage = max(sizes, default=(0, 0))
+            if largest > _SMALL_BYTES:
+                stages.update((key, -stage) for key in equation.makes if key not in stages)
+        self._find_passes()
         owners: dict[StageEquation, int] = {}
         while len(owners) < len(equations):
             num_owned = len(owners)
@@ -284,6 +313,23 @@ class LabelledStep:
             equation.label = Label("finish", stage, phase)
             times.update(dict.fromkeys(equation.makes, (phase, stage)))
 
+    def _find_passes(self) -> None:
+        """Finds what is made of weights or of sums and as large, and what contractions at the end lead to.
+
+        A pass over data at the end, such as one that tries moved weights, goes to the weights that it reads, although
+        its activations may be larger.
+        """
+        is_float = {key for key in self.homes if jnp.issubdtype(self.avals[key].dtype, jnp.inexact)}
+        self._weights: set[Key] = {*self.sums, *(is_float - {("value", i) for i in self.parts.batch})}
+        self._passes: set[Key] = set()
+        for equation in (e for e in self.equations if e.part != "each"):
+            largest = max((num_bytes(self.avals[k]) for k in equation.reads), default=0)
+            of_largest = {k for k in equation.reads if num_bytes(self.avals[k]) == largest}
+            if of_largest & self._weights and not of_largest & self._passes and not _contracts(equation.equation):
+                self._weights.update(k for k in equation.makes if num_bytes(self.avals[k]) <= largest)
+            elif _contracts(equation.equation) or any(k in self._passes for k in equation.reads):
+                self._passes.update(equation.makes)
+
     def _give(
         self, equation: StageEquation, stage: int | None, owners: dict[StageEquation, int], stages: dict[Key, int]
     ) -> None:
@@ -297,11 +343,23 @@ class LabelledStep:
                 stages.setdefault(key, stage)
 
     def _stage_of(self, equation: StageEquation, stages: dict[Key, int], at_hand: set[Key]) -> int | None:
-        """Returns the stage of the largest operand, the first of equal ones, or of a reader; None while not known."""
-        sizes = [(num_bytes(self.avals[k]), stages.get(k)) for k in equation.reads if k not in at_hand]
+        """Returns the stage of the largest operand, the first of equal ones, or of a reader; None while not known.
+
+        Broadcasts are made where they are read, so that they need not be sent. A pass goes to its weights, and
+        otherwise on from the latest stage that it reads.
+        """
+        reads, contracts = [k for k in equation.reads if k not in at_hand], _contracts(equation.equation)
+        readers = [stages[k] for reader in self._readers_of(equation) for k in reader.makes if k in stages]
+        if equation.equation.primitive.name == "broadcast_in_dim" and self._readers_of(equation):
+            return min(readers, default=None)
+        of_passes = [stages.get(k) for k in reads if k in self._passes]
+        if contracts and any(k in self._weights for k in reads):
+            reads = [k for k in reads if k in self._weights]
+        elif of_passes and self._passes.issuperset(equation.makes):
+            return None if None in of_passes else max(stage for stage in of_passes if stage is not None)
+        sizes = [(num_bytes(self.avals[k]), stages.get(k)) for k in reads]
         largest = max((size for size, _ in sizes), default=0)
         known = [stage for size, stage in sizes if size == largest and stage is not None]
-        readers = [stages[k] for reader in self._readers_of(equation) for k in reader.makes if k in stages]
         return min(known) if known else min(readers, default=None)
 
     def _readers_of(self, equation: StageEquation) -> list[StageEquation]:
@@ -317,7 +375,14 @@ class LabelledStep:
         return key in at_hand or (key not in self.sums and (maker is None or maker.part == "before"))
 
     def _is_small(self, equation: StageEquation) -> bool:
-        if equation.equation.primitive.name in CONTRACTIONS:
+        if _contracts(equation.equation):
             return False
         arrays = (*equation.reads, *equation.makes)
         return sum(num_bytes(self.avals[k]) for k in arrays) <= _SMALL_BYTES
+
+
+def _contracts(equation: core.JaxprEqn) -> bool:
+    """Tells whether an equation contracts arrays, itself or inside, as a scan over layers does."""
+    if equation.primitive.name in CONTRACTIONS:
+        return True
+    return any(_contracts(e) for jaxpr in core.jaxprs_in_params(equation.params) for e in jaxpr.eqns)

@@ -51,26 +51,55 @@ def test_rows_that_examples_read_by_their_own_numbers_are_divided(is_jitted):
     check_close(jax.jit(diffshard.pipelines.in_microbatches(step, 4))(*args), expected)
 
 
-def test_gradients_without_faulty_replicas_are_those_of_the_whole_step(monkeypatch):
-    """Their scores need a pass of their own, over data that is not divided, after all micro-batches."""
+def of_separate_layers(params, x):
+    for name in ("a", "b", "c", "d"):
+        x = jnp.tanh(x @ params[name].astype(x.dtype))
+    return (x**2).mean()
 
-    def loss(params, x):
-        return (jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"]) ** 2).mean()
 
+def of_scanned_layers(params, x):
+    x, _ = jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x, params["layers"])
+    return ((x @ params["out"]) ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "params", "devices", "limit"),
+    [
+        (of_separate_layers, {name: normal(32, 32) for name in ("a", "b", "c", "d")}, 2, None),
+        (of_scanned_layers, {"layers": normal(4, 32, 32), "out": normal(32, 32)}, 4, 50e3),
+    ],
+    ids=["two devices", "stages that split each gradient over two devices"],
+)
+def test_replicas_whose_gradients_lie_in_parts_have_the_scores_of_whole_ones(loss, params, devices, limit, monkeypatch):
+    """A pass over other data goes from stage to stage, and parts of squared norms are added up: no gradient travels."""
     gradients_of = diffshard.robust_gradients.zeno(loss, num_replicas=2, num_dropped=1, step_size=0.1)
 
     def step(params, x, check):
         value, gradients, report = gradients_of(params, x, check)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value, report.kept
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value, report
 
-    x = normal(32, 16).at[16:].mul(-3.0)
-    args = {"a": normal(16, 32), "b": normal(32, 10)}, x, normal(8, 16)
-    leave(monkeypatch, 1, 2)
-    pipelined = search(step, dataclasses.replace(PIPELINE, max_stages=2), devices=2)
+    args = params, normal(32, 32).at[16:].mul(-3.0), normal(8, 32)
+    leave(monkeypatch, devices // 2, 2)
+    pipeline = dataclasses.replace(PIPELINE, max_stages=2)
+    pipelined = search(step, pipeline, devices=devices, memory_limit_bytes=limit)
     assert len(pipelined.plan(*args).stages) == 2
     found, expected = pipelined(*args), jax.jit(step)(*args)
     check_close(found, expected)
-    assert int(found[2].sum()) == 1
+    assert int(found[2].kept.sum()) == 1
+    prepared = next(iter(pipelined._prepared.values())).found
+    staged, homes = prepared.staged, dict(zip(prepared.staged.inputs, prepared.staged.homes, strict=True))
+    specs = []
+    for label, program in staged.programs.items():
+        for key in program.reads if label.kind in ("begin", "finish") else ():
+            maker = staged.makers.get(key)
+            is_of_weights = staged.avals[key].shape[-2:] == (32, 32)
+            stage = homes[key] if maker is None else maker.stage
+            assert not is_of_weights or stage == label.stage, "a stage reads weights or gradients of another one"
+            if is_of_weights and maker is not None and maker.kind == "backward":
+                assert staged.avals[key].shape[0] == 2  # replicas
+                specs.append(prepared.plans.sharding(label.stage, key).spec)
+    assert specs
+    assert limit is None or any("x" in spec[1:] for spec in specs), "no replica's gradient is split over devices"
 
 
 def test_a_loop_that_each_example_ends_by_itself_is_divided():
