@@ -2,12 +2,13 @@
 
 import dataclasses
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import diffshard
@@ -35,9 +36,9 @@ def every_group(options):
     return {group.name: 0.0 for group in groups_of(graph, [NAME])}
 
 
-def search_on(num_devices, **formats):
+def search_on(num_devices, **formats: Any):
     options = options_on(num_devices)
-    formats = {"increases": every_group(options)} | formats
+    formats = {"increases": every_group(options), **formats}
     return diffshard.search(
         train_step,
         options.mesh,
@@ -131,6 +132,7 @@ def test_numbers_that_are_cut_off_are_counted(planned):
 def test_checkpoints_have_the_maxima_on_other_devices_and_tell_of_what_was_cut_off(tmp_path):
     def resumed(num_devices):
         options = options_on(num_devices)
+        assert isinstance(options.mesh, Mesh)
         formats = diffshard.formats.Formats(1.0, products=[NAME], increases=every_group(options))
         return diffshard.resume(
             tmp_path, train_step, options.mesh, lambda: arguments()[0], arguments()[1],

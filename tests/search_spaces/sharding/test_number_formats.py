@@ -123,7 +123,9 @@ def test_the_price_of_a_product_in_float8_by_hand():
     rounding_s = 3 * (m * k + k * n) / hardware.reached_memory_bytes_per_s + 4e-6
     choice = np.array([next(i for i, s in enumerate(n.strategies) if not any(map(any, s.results))) for n in free.nodes])
     choice[vertex.index] = whole
-    both_s = [free.predict(c).compute_s.sum() for c in (choice, in_formats(free, choice, [(vertex.index, "float8")]))]
+    both_s = [
+        free.predict(c.tolist()).compute_s.sum() for c in (choice, in_formats(free, choice, [(vertex.index, "float8")]))
+    ]
     np.testing.assert_allclose(both_s[0] - both_s[1], exact_s - product_s - rounding_s, rtol=1e-9)
 
 
@@ -213,7 +215,9 @@ def test_a_value_is_rounded_once_for_all_products_that_read_it():
     products = products_of(space)
     free = space.with_formats({(v.index, "float8"): 0.0 for v in products})
     (hub,) = free.shared_formats
-    assert free.nodes[hub].hub is products[0].operands[0]
+    value = free.nodes[hub].hub
+    assert value is not None
+    assert value is products[0].operands[0]
     # All is split by rows over the axis data, weights are whole.
     rows = ((0,), ())
     choice = np.array(
@@ -230,10 +234,11 @@ def test_a_value_is_rounded_once_for_all_products_that_read_it():
         saved_s = (number - 1) * (own_s + costs.maximum_s(0))
         costs_s = [evaluate(free.problem, c).cost for c in (alone, chosen)]
         np.testing.assert_allclose(costs_s[0] - costs_s[1], saved_s, rtol=1e-6, atol=1e-12)
-        steps_s = [p.compute_s.sum() + sum(t.seconds for t in p.transfers) for p in map(free.predict, (alone, chosen))]
+        predictions = [free.predict(c.tolist()) for c in (alone, chosen)]
+        steps_s = [p.compute_s.sum() + sum(t.seconds for t in p.transfers) for p in predictions]
         np.testing.assert_allclose(steps_s[0] - steps_s[1], saved_s, rtol=1e-6, atol=1e-12)
-        program = free.program_steps(free.layout(chosen))
-        maxima = [o for o in program.origins if o.kind == "all_reduce" and o.vertex == products[0].operands[0].vertex]
+        program = free.program_steps(free.layout(chosen.tolist()))
+        maxima = [o for o in program.origins if o.kind == "all_reduce" and o.vertex == value.vertex]
         assert len(maxima) == 1
         np.testing.assert_array_equal(in_own_formats(free, chosen), choice)
     keys, saved_s = best_formats(free, choice)
