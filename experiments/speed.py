@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         limit = f"at most {limit_gib:.0f} GiB" if limit_gib else "80 GB"
         result = _apart(f"decoder,{layers},{limit_gib}")
         rows.append(
-            (f"decoder of 8B, {layers} layers, unrolled, {limit}", *_cells(result, "10" if layers == 32 else ""))
+            (f"decoder of 8B, {layers} layers, unrolled, {limit}", *_cells(result, "12" if layers == 32 else ""))
         )
     print_table("Planning a training step on a 32x8 mesh", ("step", *columns), rows)
     searched, plain = dispatch_s(*((100, 3) if options.quick else (2000, 9)))
