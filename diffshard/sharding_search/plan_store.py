@@ -232,7 +232,8 @@ def is_made_for(plan: PlanData, request: PlanRequest) -> bool:
 
     Names and shapes of operations do not tell functions apart: the length of a loop, for one, is in neither. So the
     digests of the functions must be equal, which plans of older versions do not have. How the plan was searched (the
-    solver, its key, its time limit and which compiler judged it) may differ.
+    solver, its key, its time limit and which compiler judged it) may differ. A plan with number formats or for another
+    objective than seconds is not for a search without them: it changes numbers, or is slower than it has to be.
     """
     options, call = request.options, request.traced_function.call
     options = options.on(options.candidate_with(plan.mesh_axes))
@@ -249,6 +250,8 @@ def is_made_for(plan: PlanData, request: PlanRequest) -> bool:
         and options.executor in (None, plan.executor)
         and (options.remat is None) == (plan.remat is None)
         and (options.state is not None) == plan.offloads_state
+        and (plan.formats is None or options.formats is not None)
+        and (plan.objective is None or options.objective is not None)
         and types == [(array.shape, str(array.dtype), i in given) for i, array in enumerate(call.arrays)]
         and plan.function_digest == function_digest(request.traced_function)
     )

@@ -291,6 +291,16 @@ def test_a_plan_is_taken_again_where_its_increases_came_in_the_same_way():
     assert again(increases=plan.formats.increases).increases_by == ""
 
 
+def test_a_plan_with_formats_is_not_taken_again_by_a_search_without_formats():
+    mesh = mesh_of(2)
+    names = [group.name for group in groups_of(traced(train_step, arguments())[2].graph)]
+    plan = search(mesh, UNLIMITED, increases=dict.fromkeys(names, 0.0)).plan(*arguments())
+    assert any(operation.format for operation in plan.operations)
+    exact = diffshard.search(train_step, mesh, hardware=fast_links(mesh), start=plan).plan(*arguments())
+    assert exact.formats is None
+    assert not any(operation.format for operation in exact.operations)
+
+
 def test_known_increases_begin_the_rounds_and_name_what_may_be_rounded():
     names = [group.name for group in groups_of(traced(train_step, arguments())[2].graph)]
     increases = dict.fromkeys(names[:2], 0.0)

@@ -91,6 +91,7 @@ def test_a_start_is_where_an_objective_begins_and_not_the_answer():
     fastest = planned()
     frugal = planned(energy_j, start=fastest)
     assert searched(frugal).value == pytest.approx(searched(planned(energy_j)).value, rel=1e-3)
+    assert planned(start=frugal).objective is None
 
 
 @pytest.mark.parametrize(
