@@ -128,7 +128,9 @@ _KINDS = {"product": "products", "sum": "sums", "kept": "kept arrays"}
 
 def _formats(formats: PlannedFormats) -> str:
     rows = format_table(formats_rows(formats), "  ", right=(1, 3, 4), wrap=(0,))
-    lines = [*wrapped(f"Formats: {formats_words(formats)}", "", "  "), "", *rows]
+    lines = wrapped(f"Formats: {formats_words(formats)}", "", "  ")
+    if formats.groups:
+        lines += ["", *rows]
     if formats.trials:
         title = f"Formats that were measured together, by {formats.measured_by}"
         lines += ["", title, "", *format_table(trials_rows(formats), "  ", right=(1, 2, 3, 4), wrap=(0,))]
@@ -137,9 +139,11 @@ def _formats(formats: PlannedFormats) -> str:
 
 def formats_words(formats: PlannedFormats) -> str:
     """Returns in words what number formats do to the loss."""
+    if not formats.groups:
+        return "all numbers stay as they are: in fewer bits none would gain time, or no increase of the loss is known"
     measured = formats.measured_increase
     together = "" if measured is None else f"; {measured:+.2g} measured together by {formats.measured_by}"
-    kinds = dict.fromkeys(_KINDS[group.kind] for group in formats.groups) or ["products"]
+    kinds = dict.fromkeys(_KINDS[group.kind] for group in formats.groups)
     return (
         f"{' and '.join(kinds)} in fewer bits, with what their group adds to the loss: "
         f"{formats.loss_increase:+.2g} predicted of "

@@ -289,6 +289,8 @@ def fitted_increases(
     """
     trials = [trial for trial in trials if math.isfinite(trial.measured)]
     known = [group for group in groups if math.isfinite(increases.get(group.name, math.inf))]
+    if not known:  # scipy's `nnls` ends the process on a matrix without columns
+        return dict(increases)
     given = np.array([increases[group.name] for group in known])
     shares = np.array([[share_in(group, trial.found.products) for group in known] for trial in trials])
     measured = np.array([trial.measured for trial in trials])
@@ -296,7 +298,7 @@ def fitted_increases(
     total = np.sum((predicted * of_trials) ** 2)
     factor = max(0.0, np.sum(measured * predicted * of_trials**2) / total) if total else 1.0
     prior = factor * given
-    of_groups = 1 / np.maximum(prior, max(float(np.mean(prior)), limit / len(known)) if known else limit)
+    of_groups = 1 / np.maximum(prior, max(float(np.mean(prior)), limit / len(known)))
     fitted = nnls(
         np.concatenate([shares * of_trials[:, None], np.diag(of_groups)]),
         np.concatenate([measured * of_trials, prior * of_groups]),

@@ -169,6 +169,20 @@ def test_a_narrower_function_is_measured_in_place_of_the_searched_one():
         search(mesh, 1.0, hardware=hardware, calls=calls_of(3, 8), steps=4).plan(*wide)
 
 
+def test_where_no_product_gains_by_a_format_the_step_stays_as_it_is():
+    def small_step(weights, x):  # its products take as long as any kernel does
+        loss, gradient = jax.value_and_grad(lambda weights: jnp.mean((x @ weights) ** 2))(weights)
+        return weights - 0.1 * gradient, loss
+
+    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    calls = [(jnp.ones((64, 64)), jnp.full((64, 64), number)) for number in (1.0, 2.0)]
+    formats = diffshard.formats.Formats(0.1, calls=calls, steps=2)
+    plan = diffshard.search(small_step, mesh, hardware="h100", formats=formats).plan(*calls[0])
+    assert plan.formats is not None
+    assert plan.formats.groups == ()
+    assert "all numbers stay as they are" in str(plan)
+
+
 def test_rules_by_hand():
     def layers_step(params, batch):
         def loss_of(params):
