@@ -275,8 +275,8 @@ def search_while_training(
     """
     if not isinstance(step, PlannedFunction):
         raise TypeError(
-            f"`step` must be what `diffshard.search` returns for a mesh, not {type(step).__name__}: plans of pipelines "
-            "are not searched again while they run."
+            f"`step` must be what `diffshard.search` returns for a mesh, without `pipeline`, or `training.step` of "
+            f"`resume`, not {type(step).__name__}."
         )
     mesh = step.options.mesh
     if not isinstance(mesh, Mesh):

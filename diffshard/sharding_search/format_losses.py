@@ -311,8 +311,11 @@ def _flat_calls(
                 f"{type(call).__name__}."
             )
         arrays: list[Any] = split(bound_arguments(options, call, {}))[0]
-        if array_types(arrays) != types:
-            raise ValueError(f"`{name}[{number}]` has other arrays than the arguments that are planned for.")
+        if (given := array_types(arrays)) != types:
+            raise ValueError(
+                f"`{name}[{number}]` has other arrays than the arguments that are planned for: "
+                f"{_difference(given, types)}. Give arguments of the same shapes and dtypes."
+            )
         if any(isinstance(array, jax.ShapeDtypeStruct) for array in arrays):
             raise TypeError(
                 f"`{name}[{number}]` has `jax.ShapeDtypeStruct`s, but its step is run: give the arrays themselves, or "
@@ -320,6 +323,16 @@ def _flat_calls(
             )
         flat.append(arrays)
     return flat
+
+
+def _difference(given: Sequence[ArrayType], wanted: Sequence[ArrayType]) -> str:
+    """Returns in words the first array that has another type, or else how many arrays there are."""
+    if len(given) != len(wanted):
+        return f"{len(given)} of them instead of {len(wanted)}"
+    texts = (
+        [f"{dtype}{list(shape)}{' of a weak type' * is_weak}" for shape, dtype, is_weak in of] for of in (given, wanted)
+    )
+    return next(f"{own} instead of {other}" for own, other in zip(*texts, strict=True) if own != other)
 
 
 def _warn_of_equal_batches(graph: Graph, calls: Sequence[FlatCall], runs: Sequence[Sequence[FlatCall]]) -> None:

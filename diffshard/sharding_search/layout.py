@@ -43,6 +43,11 @@ def layout_of(plan: PlanData, space: ShardingSpace) -> Layout:
             f"The plan does not fit the function: it has {len(plan.operations)} operations, "
             f"the function {len(vertices)}."
         )
+    if len(plan.outputs) != len(space.graph.outputs):
+        raise PlanError(
+            f"The plan does not fit the function: it was made for {len(plan.outputs)} results, the function has "
+            f"{len(space.graph.outputs)}. Search again for this function."
+        )
     value_specs: list[IndexedSpec] = [()] * len(space.graph.values)
     strategies = []
     for vertex, operation in zip(vertices, plan.operations, strict=True):

@@ -231,6 +231,9 @@ def _measured_tables(
 
 def _checked_mesh(mesh_or_devices: Any) -> Mesh | AbstractMesh:
     if isinstance(mesh_or_devices, Mesh | AbstractMesh):
+        if not mesh_or_devices.shape or 0 in mesh_or_devices.shape.values():
+            sizes = dict(mesh_or_devices.shape)
+            raise ValueError(f"`mesh_or_devices` must be a mesh with an axis and devices on each axis, not {sizes}.")
         return mesh_or_devices
     devices = list(mesh_or_devices) if isinstance(mesh_or_devices, Sequence) else []
     if not devices or not all(isinstance(device, jax.Device) for device in devices):

@@ -249,6 +249,8 @@ def test_plans_are_saved_loaded_and_applied(tmp_path):
     assert_equal(loaded.apply(train_step)(*loaded.shard(state, batch)), train_step(state, batch))
     with pytest.raises(diffshard.PlanError, match="does not fit the function: at operation"):
         loaded.apply(lambda s, b: (s, b.sum()))(state, batch)
+    with pytest.raises(diffshard.PlanError, match=r"does not fit the function: it was made for .* results"):
+        loaded.apply(lambda s, b: (*train_step(s, b), b))(state, batch)
     with pytest.raises(diffshard.PlanError, match=r"batch.*\[16, 8\].*\[4, 8\]"):
         loaded.shard(state, batch[:4])
 

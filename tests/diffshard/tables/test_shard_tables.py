@@ -150,6 +150,7 @@ def test_accesses_given_by_name_count_as_those_of_the_table():
         ({"tables": [("t", 1)]}, "`tables` must hold EmbeddingTable"),
         ({"mesh_or_devices": 4}, "`mesh_or_devices` must be"),
         ({"mesh_or_devices": []}, "`mesh_or_devices` must be"),
+        ({"mesh_or_devices": jax.sharding.AbstractMesh((), ())}, "`mesh_or_devices` must be a mesh with an axis"),
         ({"hardware": ["a100"] * 4}, "`hardware` must be"),
         ({"hardware": [diffshard.preset("a100", {"model": 4})] * 3}, "3 entries for 4 devices"),
         ({"memory_limit_bytes": [1e9]}, "1 numbers for 4 devices"),
