@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import reprlib
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -146,7 +147,7 @@ class Training(Generic[PlanT]):
             if self._is_closed:
                 raise ValueError("`save` cannot be called after `close`: the directory was given back.")
             if whole_number(num_steps) is None or num_steps <= 0:
-                raise ValueError(f"`num_steps` must be a positive whole number, not {num_steps!r}.")
+                raise ValueError(f"`num_steps` must be a positive whole number, not {reprlib.repr(num_steps)}.")
             num_steps = int(num_steps)
             if (num_steps == self._last_saved) if force else (num_steps % self._save_interval_steps):
                 return False

@@ -325,6 +325,8 @@ def test_a_save_checks_its_arguments(tmp_path):
         training.save(2, state)
         with pytest.raises(ValueError, match="`num_steps` is 2, but there is a checkpoint of step 2 already"):
             training.save(2, state)
+        with pytest.raises(ValueError, match=r"`num_steps` must be a positive whole number, not .{,200}$"):
+            training.save([float(number) for number in range(1000)], state)  # pyright: ignore[reportArgumentType]
         with pytest.raises(ValueError, match="`num_steps` must be a positive whole number, not 0"):
             training.save(0, state)
         with pytest.raises(ValueError, match="`data` must be JSON values"):
