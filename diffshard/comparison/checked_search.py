@@ -203,7 +203,7 @@ class _CompiledPlans:
                 f"for {self.target.name}, {smallest.name} by {smallest.executor}, needs "
                 f"{smallest.compiled_peak_bytes or 0.0:,.0f} bytes on each device, and was predicted to need "
                 f"{smallest.predicted_peak_bytes:,.0f}. "
-                f"{memory_advice(self.entries[0][0].space, self.options.remat)}"
+                f"{memory_advice(self.entries[0][0].space, self.options)}"
             )
         best, row = min(entries_that_fit or self.entries[:1], key=lambda entry: _order(entry[1]))
         plan = best.plan

@@ -23,7 +23,7 @@ from diffshard.sharding_search.carried import planned_residuals
 from diffshard.sharding_search.executors import default_executor, executor_notes
 from diffshard.sharding_search.fingerprints import function_digest
 from diffshard.sharding_search.layout import signature_of
-from diffshard.sharding_search.options import Options, Remat
+from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.plan_store import is_made_for, start_of
 from diffshard.sharding_search.predicted_timeline import memory_profile_of, predicted_timeline
@@ -44,6 +44,7 @@ from search_spaces.partition_specs import IndexedSpec, NamedSpec, named_spec
 from search_spaces.sharding.base import Layout
 from search_spaces.sharding.explaining import NextBest, Summary
 from search_spaces.sharding.graph import Operand, Value, Vertex
+from search_spaces.sharding.host_state import host_arrays
 from search_spaces.sharding.memory import lifetimes_of
 from search_spaces.sharding.space import ShardingSpace
 from search_spaces.sharding.step_quantities import computing_of
@@ -160,7 +161,7 @@ def solve_problem_of(
         raise InfeasibleError(
             f"`memory_limit_bytes` is {limit:,.0f}, but every plan of {options.function_name} on the mesh "
             f"{dict(options.mesh.shape)} needs at least {least:,.0f} bytes on each device. "
-            f"{memory_advice(space, options.remat)}",
+            f"{memory_advice(space, options)}",
             is_proven=True,
         )
     solution = solve(
@@ -188,11 +189,14 @@ def solve_problem_of(
     return solution
 
 
-def memory_advice(space: ShardingSpace, remat: Remat | None) -> str:
+def memory_advice(space: ShardingSpace, options: Options) -> str:
     """Returns a sentence that says what to do where the memory is too small for a function."""
     donate = " donate the state (`donate_argnums`)," if donating_helps(space) else ""
-    less = "compute the batch in parts (`in_microbatches`)" if remat else 'rematerialise (`remat="search"`)'
-    return f"Give more memory or devices,{donate} or {less}."
+    host, stays = "", options.state or options.formats or options.judged_by  # what offloading does not go with
+    if not stays and space.hardware.host_memory_bytes_per_s is not None and host_arrays(space.graph):
+        host = " keep the optimiser's moments in the host's memory (`state=\"offload\"`),"
+    less = "compute the batch in parts (`in_microbatches`)" if options.remat else 'rematerialise (`remat="search"`)'
+    return f"Give more memory or devices,{donate}{host} or {less}."
 
 
 def donating_helps(space: ShardingSpace) -> bool:

@@ -253,7 +253,7 @@ class _Search:
         return InfeasibleError(
             f"`memory_limit_bytes` is {options.memory_limit_bytes:,.0f}, but whatever is computed again, "
             f"{options.function_name} on the mesh {dict(options.mesh.shape)} needs {proven} {least_bytes:,.0f} bytes "
-            f"on each device. {memory_advice(self.request.space, options.remat)}",
+            f"on each device. {memory_advice(self.request.space, options)}",
             is_proven=is_proven,
         )
 

@@ -89,6 +89,14 @@ def test_a_limit_below_what_sharding_needs_is_kept_and_the_plan_says_how():
     assert " on host" in plan.html()
 
 
+def test_where_memory_is_too_small_offloading_the_state_is_proposed_unless_it_is_done_or_cannot_be():
+    for changed, is_proposed in (({"state": None}, True), ({}, False), ({"state": None, "hardware": "tpu_v5e"}, False)):
+        step = diffshard.search(train_step, mesh(), **options(1.0) | changed)
+        with pytest.raises(diffshard.InfeasibleError) as raised:
+            step.plan(jax.eval_shape(init), BATCH)
+        assert ('`state="offload"`' in str(raised.value)) == is_proposed
+
+
 @pytest.mark.parametrize("executor", ["program", "constraints", "propagation"])
 def test_results_are_those_of_one_device_and_the_state_stays_on_the_host(executor, tmp_path):
     _, plan = searched()
