@@ -78,14 +78,15 @@ WAYS: dict[str, Way] = {"apart": apart, "stored joined": stored_joined, "joined 
 
 def layer(weights: Weights, x: jax.Array, way: Way) -> jax.Array:
     """Computes a decoder's layer whose attention is left out: each query meets the key and value of its own place."""
-    query, key, value = way(weights, "qkv", _normal(x))
+    query, key, value = way(weights, "qkv", normal(x))
     repeats = query.shape[1] // key.shape[1]
     x += (query * jnp.tile(jnp.tanh(key) * value, (1, repeats))) @ weights["out"]
-    gate, up = way(weights, "gate_up", _normal(x))
+    gate, up = way(weights, "gate_up", normal(x))
     return x + (jax.nn.silu(gate) * up) @ weights["down"]
 
 
-def _normal(x: jax.Array) -> jax.Array:
+def normal(x: jax.Array) -> jax.Array:
+    """Divides each row by the root of its mean square."""
     return x * jax.lax.rsqrt(jnp.mean(x.astype(jnp.float32) ** 2, axis=-1, keepdims=True) + 1e-6).astype(x.dtype)
 
 
@@ -128,9 +129,13 @@ def measure(widths: Widths, way: str, tokens: int) -> tuple[Timeline, int]:
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     jitted = jax.jit(partial(gradients, way=WAYS[way]), in_shardings=sharding, out_shardings=sharding)
     text = jitted.lower(*arguments(widths, way, tokens)).compile().as_text() or ""
-    entry = text[text.index("\nENTRY") :]
-    num_products = sum("gemm_fusion" in line.split(" = ")[0] or "__cublas" in line for line in entry.splitlines())
-    return simulate(text, mesh.shape, achievable_rates(diffshard.preset("h100", {}))), num_products
+    return simulate(text, mesh.shape, achievable_rates(diffshard.preset("h100", {}))), product_kernels(text)
+
+
+def product_kernels(hlo: str) -> int:
+    """Returns how many kernels of a compiled GPU program multiply matrices."""
+    entry = hlo[hlo.index("\nENTRY") :]
+    return sum("gemm_fusion" in line.split(" = ")[0] or "__cublas" in line for line in entry.splitlines())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
