@@ -304,6 +304,7 @@ def preset(
         the axes, whose last one's neighbours are neighbours in the host.
 
     Raises:
+      TypeError: `mesh_axes` is no mapping, such as a mesh in place of its `shape`.
       ValueError: unknown name; an axis that is not positive; a link for an axis that the mesh doesn't have.
     """
     device, network = device_and_network(name)
@@ -383,6 +384,9 @@ def preset_name_of(device_kind: str) -> str:
 
 
 def _check_axes(mesh_axes: Mapping[str, int], links: Mapping[str, Link]) -> None:
+    if not isinstance(mesh_axes, Mapping):
+        kind = type(mesh_axes).__name__
+        raise TypeError(f"`mesh_axes` must map the mesh's axes to their sizes, as `dict(mesh.shape)` does, not {kind}.")
     for axis, size in mesh_axes.items():
         if size != int(size) or size < 1:
             raise ValueError(f"`mesh_axes` {axis!r} must have a positive whole number of devices, not {size!r}.")

@@ -294,3 +294,8 @@ def test_processes_share_a_processor_each():
 def test_the_exposed_share_is_a_share(share):
     with pytest.raises(ValueError, match="exposed_share` must be a share from 0 to 1"):
         Hardware("h", 1.0, 1.0, 1.0, {}, exposed_share=share)
+
+
+def test_a_preset_asks_for_the_sizes_of_axes_where_it_is_given_a_mesh():
+    with pytest.raises(TypeError, match=r"`mesh_axes` must map .* `dict\(mesh.shape\)` does, not AbstractMesh"):
+        preset("h100", AbstractMesh((2,), ("data",)))  # pyright: ignore[reportArgumentType]
