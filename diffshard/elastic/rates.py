@@ -82,7 +82,8 @@ def rate_names(axes: Mapping[str, int]) -> tuple[str, ...]:
 def scaled(hardware: Hardware, log_slowness: Mapping[str, float]) -> Hardware:
     """Returns hardware with rates as much slower as the logarithms say, by the names of `rate_names`.
 
-    Laws of measured kernels (`Hardware.measured`) stay as they are.
+    Launches of kernels and copies from the host's memory are as much slower as the memory, as in `terms_of`. Laws of
+    measured kernels (`Hardware.measured`) stay as they are.
     """
     slower = {name: float(np.exp(x)) for name, x in log_slowness.items()}
 
@@ -95,11 +96,13 @@ def scaled(hardware: Hardware, log_slowness: Mapping[str, float]) -> Hardware:
         by_ring = {"latency_s": link.latency_s * latency, "s_per_byte": link.s_per_byte * s_per_byte}
         return replace(link, **by_ring, by_kind=by_kind)
 
-    rates, divisor = hardware.flops_per_s, slower["arithmetic"]
+    rates, divisor, host_rate = hardware.flops_per_s, slower["arithmetic"], hardware.host_memory_bytes_per_s
     return replace(
         hardware,
         flops_per_s={n: r / divisor for n, r in rates.items()} if isinstance(rates, Mapping) else rates / divisor,
         memory_bytes_per_s=hardware.memory_bytes_per_s / slower["memory"],
+        kernel_launch_s=hardware.kernel_launch_s * slower["memory"],
+        host_memory_bytes_per_s=None if host_rate is None else host_rate / slower["memory"],
         links={axis: scaled_link(axis, link) for axis, link in hardware.links.items()},
     )
 

@@ -1,5 +1,6 @@
 """Measured steps say which rates of the hardware are wrong, and no more than they can know."""
 
+import dataclasses
 import functools
 
 import jax
@@ -68,6 +69,23 @@ def test_terms_predict_what_the_search_prices_at_other_rates():
     slowness = (np.log(3.0), 0.0, 0.0, 0.0, np.log(0.5), np.log(3.0))
     log_s, _ = log_seconds(terms_with("weights over model"), np.array(slowness))
     np.testing.assert_allclose(np.exp(log_s), plan_with("weights over model", slowness=slowness).step_s, rtol=0.05)
+
+
+def test_what_is_no_arithmetic_and_no_link_is_as_much_slower_as_the_memory():
+    """A launch is a part of a plan's terms: a search at corrected rates has to price it as they do."""
+    axes, products = {"data": 1}, jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    hardware = dataclasses.replace(diffshard.preset("h100", axes), kernel_launch_s=1e-5)
+    slowness = np.full(2, np.log(3.0))
+    slower = scaled(hardware, dict(zip(rate_names(axes), slowness, strict=True)))
+    plan, slower_plan = (
+        diffshard.search(lambda a, b: jnp.sin(a @ b), AbstractMesh((1,), ("data",)), hardware=one).plan(
+            products, products
+        )
+        for one in (hardware, slower)
+    )
+    np.testing.assert_allclose(np.exp(log_seconds(terms_of(plan, np.zeros(2)), slowness)[0]), slower_plan.step_s)
+    assert hardware.host_memory_bytes_per_s is not None
+    assert slower.host_memory_bytes_per_s == pytest.approx(hardware.host_memory_bytes_per_s / 3)
 
 
 @pytest.mark.parametrize("beside", [0.5, 5.0])
