@@ -141,7 +141,12 @@ def exchange_s(outputs: ArrayLike, columns: ArrayLike, links: TableLinks) -> np.
 
 
 def copy_update_s(
-    rows: ArrayLike, columns: ArrayLike, itemsize: ArrayLike, links: TableLinks, hardware: Hardware
+    rows: ArrayLike,
+    columns: ArrayLike,
+    itemsize: ArrayLike,
+    links: TableLinks,
+    hardware: Hardware,
+    state_bytes: ArrayLike = STATE_BYTES_PER_ROW,
 ) -> np.ndarray:
     """Computes the seconds of a copy's update: the all-reduce of its gradient, and the passes over all of its numbers.
 
@@ -155,12 +160,26 @@ def copy_update_s(
       itemsize: bytes of one number of the table.
       links: between the devices that have a copy.
       hardware: the device, whose memory's bandwidth counts.
+      state_bytes: of each row's state.
     """
     rows = np.asarray(rows, float)
     numbers = rows * np.asarray(columns)
     of_gradient = COPY_GRADIENT_PASSES * GRADIENT_BYTES
-    passed = numbers * (of_gradient + 2 * np.asarray(itemsize)) + 2 * rows * STATE_BYTES_PER_ROW
+    passed = numbers * (of_gradient + 2 * np.asarray(itemsize)) + 2 * rows * np.asarray(state_bytes)
     return copy_reduction_s(rows, columns, links) + passed / hardware.reached_memory_bytes_per_s
+
+
+def element_state_s(rows: ArrayLike, state_bytes: ArrayLike, hardware: Hardware) -> np.ndarray:
+    """Computes the seconds in which an update reads and writes the state that rows have for each of their numbers.
+
+    What row-wise optimisers keep is within `BACKWARD_FACTOR`.
+
+    Args:
+      rows: that are updated.
+      state_bytes: of each row.
+      hardware: the device, whose memory's bandwidth counts.
+    """
+    return 2 * np.asarray(rows, float) * np.asarray(state_bytes) / hardware.reached_memory_bytes_per_s
 
 
 def copy_reduction_s(rows: ArrayLike, columns: ArrayLike, links: TableLinks) -> np.ndarray:

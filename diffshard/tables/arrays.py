@@ -22,8 +22,9 @@ class TableArrays(NamedTuple):
     """All tables, or their optimiser's state, on devices.
 
     Attributes:
-      shards: for each dtype the numbers of all pieces, `[D, A, U]`; of the state one array `[D, A]`, named "state".
-      copies: rows of which every device has a copy, by table: `[rows, dimension]`, of the state `[rows]`.
+      shards: for each dtype the numbers of all pieces, `[D, A, U]`; of the state one array `[D, F]`, named "state",
+        of F numbers, and where an optimiser counts steps their number `[D]`, named "steps".
+      copies: rows of which every device has a copy, by table: `[rows, dimension]`, of the state `[F]`.
       hosts: rows in pinned memory of the hosts, `[D, A, W]`, by dtype and width W; the state has none there.
       each_host: rows that each host has, divided among its devices, as `shards` are among all.
     """
@@ -74,12 +75,17 @@ def shapes_of(layout: Layout) -> tuple[Any, Any]:
     copied = {layout.tables[t].name: (p, layout.tables[t].dtype) for t, p in layout.copies.items()}
     copies = {name: shape(dtype, p.rows, p.columns) for name, (p, dtype) in copied.items()}
     hosts = {g.name: shape(g.dtype, count, rows, g.columns) for g, rows in layout.host_rows.items()}
-    state_copies = {name: shape("float32", p.rows) for name, (p, _) in copied.items()}
-    numbers, states = (
-        (shards_of(own), {"state": shape("float32", count, own.state_rows)}) if own else ({}, {})
+    state_copies = {
+        layout.tables[t].name: shape("float32", p.rows * layout.state_columns_of(p)) for t, p in layout.copies.items()
+    }
+    everywhere, each_host = (
+        (shards_of(own), {"state": shape("float32", count, own.state_rows * own.state_unit)}) if own else ({}, {})
         for own in (layout, layout.each_host)
     )
-    return TableArrays(numbers[0], copies, hosts, states[0]), TableArrays(numbers[1], state_copies, {}, states[1])
+    if layout.counts_steps:
+        everywhere[1]["steps"] = shape("float32", count)
+    arrays = TableArrays(everywhere[0], copies, hosts, each_host[0])
+    return arrays, TableArrays(everywhere[1], state_copies, {}, each_host[1])
 
 
 def to_tables(layout: Layout, arrays: TableArrays) -> dict[str, np.ndarray]:
@@ -185,20 +191,6 @@ def row_gradients(
     sums = jax.ops.segment_sum(weighted[order], segment, len(flat), indices_are_sorted=True)
     rows = jnp.full(len(flat), num_rows, flat.dtype).at[segment].min(ordered)
     return rows, sums
-
-
-def adagrad_changes(
-    state: jax.Array, sums: jax.Array, squares: jax.Array, rate: jax.Array | float, epsilon: float
-) -> tuple[jax.Array, jax.Array]:
-    """Returns what row-wise Adagrad subtracts from rows, rate · g / (√s + epsilon), and their state s += mean(g²).
-
-    Args:
-      state: s of these rows, `[n]` float32.
-      sums: their gradients g, `[n, C]`.
-      squares: the mean of g² over the columns of the whole table, `[n]`.
-    """
-    state = state + squares
-    return (rate / (jnp.sqrt(state) + epsilon))[:, None] * sums, state
 
 
 def padded_ids(values: np.ndarray, lengths: np.ndarray, most: int | None = None) -> np.ndarray:

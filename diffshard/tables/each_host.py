@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from diffshard.tables.arrays import TableArrays, adagrad_changes
+from diffshard.tables.arrays import TableArrays
 from diffshard.tables.exchanges import Arrays
 from diffshard.tables.layout import Layout, Slot
 from diffshard.tables.programs import LookupPrograms
+from search_spaces.embedding_tables.optimizers import Step
 
 
 class EachHostPrograms:
@@ -46,9 +47,9 @@ class EachHostPrograms:
 
     def update(
         self, shards: dict[str, jax.Array], state: jax.Array, ids: Arrays, weights: Arrays, gradients: Arrays,
-        rate: jax.Array, epsilon: float,
+        step: Step,
     ) -> tuple[dict[str, jax.Array], jax.Array]:  # fmt: skip
-        """Makes a step of row-wise Adagrad with the gradients of the pooled rows, by table `[b, dimension]`."""
+        """Makes a step of the optimisers with the gradients of the pooled rows, by table `[b, dimension]`."""
         in_float32 = {dtype: numbers.astype(jnp.float32) for dtype, numbers in shards.items()}
         _, transposed = jax.vjp(lambda own: self.lookup(own, ids, weights), in_float32)
         (sums,) = transposed({name: gradients[name].astype(jnp.float32) for name in self._names})
@@ -56,7 +57,7 @@ class EachHostPrograms:
         squares = jnp.zeros(0, jnp.float32)
         if self._layout.split_by_columns:
             squares = lax.psum(self._switch([self._squares_on(d) for d in devices], sums), self._inside)
-        return self._switch([self._update_on(d, epsilon) for d in devices], shards, state, sums, squares, rate)
+        return self._switch([self._update_on(d) for d in devices], shards, state, sums, squares, step)
 
     def _switch(self, branches: list[Callable[..., Any]], *operands: Any) -> Any:
         return lax.switch(lax.axis_index(self._inside), branches, *operands)
@@ -87,30 +88,32 @@ class EachHostPrograms:
 
         return run
 
-    def _update_on(self, device: int, epsilon: float) -> Callable[..., tuple[dict[str, jax.Array], jax.Array]]:
-        """Returns a function to a device's shards and its state `[1, A]` after the step."""
+    def _update_on(self, device: int) -> Callable[..., tuple[dict[str, jax.Array], jax.Array]]:
+        """Returns a function to a device's shards and its state `[1, F]` after the step."""
         first, squares_of = 0, {}
         for part in self._layout.split_by_columns:
             squares_of[part] = slice(first, first := first + part[2] - part[1])
 
         def run(
             shards: dict[str, jax.Array], state: jax.Array, sums: dict[str, jax.Array], squares: jax.Array,
-            rate: jax.Array,
+            step: Step,
         ) -> tuple[dict[str, jax.Array], jax.Array]:  # fmt: skip
             shards = dict(shards)
             for slot in self._layout.slots[device]:
                 piece, own_sums = slot.piece, self._rows(sums, slot)
-                dimension = self._layout.tables[piece.table].dimension
+                table, state_columns = self._layout.tables[piece.table], self._layout.state_columns_of(piece)
                 part = squares_of.get((piece.table, piece.row_start, piece.row_end))
-                own = jnp.square(own_sums).sum(axis=1) if piece.columns == dimension else squares[part]
-                at = slice(slot.state_offset, slot.state_offset + piece.rows)
-                changes, states = adagrad_changes(state[0, at], own_sums, own / dimension, rate, epsilon)
+                own = jnp.square(own_sums).sum(axis=1) if piece.columns == table.dimension else squares[part]
+                first = slot.state_offset * self._layout.state_unit
+                at = slice(first, first + piece.rows * state_columns)
+                old = state[0, at].reshape(piece.rows, state_columns)
+                changes, states = table.update_rule.update(old, own_sums, own / table.dimension, step)
                 rows = self._rows(shards, slot)
                 rows = (rows.astype(jnp.float32) - changes).astype(rows.dtype)
                 dtype, place = self._place(slot)
                 units = rows.reshape(-1, self._layout.unit_columns[dtype])
                 shards[dtype] = shards[dtype].at[0, place].set(units)
-                state = state.at[0, at].set(states)
+                state = state.at[0, at].set(states.ravel())
             return shards, state
 
         return run

@@ -18,6 +18,7 @@ import numpy as np
 
 from diffshard.base import PlanError
 from search_spaces.embedding_tables.base import DEVICE, EVERY_DEVICE, HOST, EmbeddingTable, Piece, TableDevices
+from search_spaces.embedding_tables.optimizers import STATE_NUMBER_BYTES
 from search_spaces.embedding_tables.prices import piece_bytes
 
 
@@ -46,7 +47,7 @@ class Slot(NamedTuple):
 
     Attributes:
       offset: its first U-row in the array of its dtype; on the host its first row in the array of its group.
-      state_offset: its first row in the array of the optimiser's state.
+      state_offset: its first row of the state's U numbers in the array of the optimiser's state.
       column: its first column in the pooled rows that the device sends; pieces of the same columns share them.
     """
 
@@ -134,8 +135,29 @@ class Layout:
 
     @cached_property
     def state_rows(self) -> int:
-        """How many rows the array of the optimiser's state has on a device, A."""
-        return max((sum(slot.piece.rows for slot in slots) for slots in self.slots), default=0)
+        """How many rows of U numbers the array of the optimiser's state has on a device, A."""
+        counts = [sum(s.piece.rows * self.state_columns_of(s.piece) for s in slots) for slots in self.slots]
+        return max(counts, default=0) // self.state_unit
+
+    def state_columns_of(self, piece: Piece) -> int:
+        """Returns how many numbers of state each row of a piece has."""
+        return self.tables[piece.table].update_rule.state_columns(piece.columns)
+
+    @cached_property
+    def state_groups(self) -> tuple[int, ...]:
+        """The numbers of state that rows on single devices have, without 0, each once."""
+        found = {self.state_columns_of(p) for p in self.pieces if p.device != EVERY_DEVICE}
+        return tuple(sorted(found - {0}))
+
+    @cached_property
+    def state_unit(self) -> int:
+        """Of how many numbers the state of each row is a multiple, U."""
+        return math.gcd(*self.state_groups) or 1
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether an optimiser of a table counts steps."""
+        return any(table.update_rule.counts_steps for table in self.tables)
 
     @cached_property
     def sent(self) -> tuple[tuple[Columns, ...], ...]:
@@ -160,7 +182,8 @@ class Layout:
         copies = sum(piece_bytes(self.tables[t], p.rows, p.columns) for t, p in self.copies.items())
         numbers = sum(sizes[dtype] * rows * self.unit_columns[dtype] for dtype, rows in self.unit_rows.items())
         each_host = 0 if self.each_host is None else self.each_host.array_bytes()
-        return numbers + 4 * self.state_rows + copies + each_host
+        state = STATE_NUMBER_BYTES * self.state_rows * self.state_unit
+        return numbers + state + copies + each_host
 
     def host_array_bytes(self) -> int:
         """Returns the bytes in memory of the host for each device, what the fullest one needs more included."""
@@ -184,7 +207,7 @@ class Layout:
             slots.append(Slot(piece, offsets.get(key, 0), state_offset, first_column[columns]))
             unit = piece.columns if on_host else self.unit_columns[self.tables[piece.table].dtype]
             offsets[key] = offsets.get(key, 0) + piece.rows * piece.columns // unit
-            state_offset += piece.rows
+            state_offset += piece.rows * self.state_columns_of(piece) // self.state_unit
         return tuple(slots)
 
 
@@ -209,6 +232,11 @@ def check_counts(layout: Layout) -> None:
                 f"The plan's {dtype} array has {rows} rows of {layout.unit_columns[dtype]} columns on each device, "
                 "more than int32 counts. Plan with more devices, or give dimensions with a larger common divisor."
             )
+    if layout.state_rows > np.iinfo(np.int32).max:
+        raise PlanError(
+            f"The optimisers' state has {layout.state_rows} rows of {layout.state_unit} numbers on each device, more "
+            "than int32 counts. Plan with more devices, or give all tables one optimiser."
+        )
 
 
 def check_fits(layout: Layout, devices: TableDevices) -> None:

@@ -26,10 +26,11 @@ from diffshard.tables.host_rows import HOST_MEMORY
 from diffshard.tables.layout import check_fits
 from diffshard.tables.plan_data import TablePlanData, axes_across, check_table_plan, format_table_plan
 from diffshard.tables.programs import DevicePrograms
+from search_spaces.embedding_tables.optimizers import Step
 from search_spaces.embedding_tables.prices import lookup_and_update_s
 from search_spaces.sharding.own_collectives import stating_seconds
 
-_EPSILON = 1e-8  # of Adagrad, as in FBGEMM
+_EPSILON = 1e-8  # as in FBGEMM
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class TablePlan(TablePlanData, PlanRecord):
         return tables
 
     def init_state(self) -> TableArrays:
-        """Returns the state of row-wise Adagrad before the first step: zeros, on the devices that hold the rows.
+        """Returns the state of the optimisers before the first step: zeros, on the devices that hold the rows.
 
         Raises:
           PlanError: as `init`.
@@ -151,10 +152,16 @@ class TablePlan(TablePlanData, PlanRecord):
         weights: Mapping[str, Any] | None = None,
         epsilon: float = _EPSILON,
     ) -> tuple[TableArrays, TableArrays]:
-        """Makes a step of row-wise Adagrad, which touches the rows that were looked up and no others.
+        """Makes a step of each table's optimiser, which touches the rows that were looked up and no others.
 
-        Each row's state s grows by the mean of its squared gradient g over the columns, and the row changes by
-        -learning_rate · g / (√s + epsilon).
+        A row of gradient g changes by -learning_rate times, where t counts steps,
+
+            rowwise_adagrad   g / (√s + epsilon), s += mean(g²) over the columns
+            adagrad           g / (√s + epsilon), s += g²
+            adam              √(1 - 0.999ᵗ) / (1 - 0.9ᵗ) · m / (√v + epsilon), m and v the means of g and g²
+            sgd               g
+
+        Adam leaves rows as they are whose gradient is 0, or so small that its square is.
 
         Args:
           arrays: the tables; donate them to `jax.jit` to change them in place.
@@ -227,7 +234,8 @@ class TablePlan(TablePlanData, PlanRecord):
     @property
     def _state_specs(self) -> Any:
         state: Any = {"state": self._batch}
-        return TableArrays(state, self._specs.copies, {}, state if self.layout.each_host else {})
+        steps: Any = {"steps": self._batch} if self.layout.counts_steps else {}
+        return TableArrays(state | steps, self._specs.copies, {}, state if self.layout.each_host else {})
 
     @cached_property
     def _run_lookup(self) -> Callable[..., dict[str, jax.Array]]:
@@ -248,12 +256,18 @@ class TablePlan(TablePlanData, PlanRecord):
     @cached_property
     def _run_update(self) -> Callable[..., tuple[TableArrays, TableArrays]]:
         def run(arrays: TableArrays, state: TableArrays, ids: Any, *others: Any) -> tuple[TableArrays, TableArrays]:
-            def update(arrays: TableArrays, state: TableArrays, ids: Any, *arguments: Any) -> Any:
+            def update(
+                arrays: TableArrays, state: TableArrays, ids: Any, weights: Any, gradients: Any, rate: Any
+            ) -> Any:
                 ids = self._renumbered(ids)
-                tables, states = self._programs.update(arrays, state, ids, *arguments, epsilon=others[-1])
+                steps = {"steps": state.shards["steps"] + 1} if self.layout.counts_steps else {}
+                number = steps["steps"][0] if steps else jnp.zeros((), jnp.float32)
+                step = Step(rate, number, others[-1])
+                tables, states = self._programs.update(arrays, state, ids, weights, gradients, step)
+                states = states._replace(shards=states.shards | steps)
                 if self._each_host:
                     own = arrays.each_host, state.each_host["state"]
-                    numbers, rows_state = self._each_host.update(*own, ids, *arguments, epsilon=others[-1])
+                    numbers, rows_state = self._each_host.update(*own, ids, weights, gradients, step)
                     tables = tables._replace(each_host=numbers)
                     states = states._replace(each_host={"state": rows_state})
                 return stating_seconds((tables, states), self._seconds(batch_size)[1])

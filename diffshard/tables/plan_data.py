@@ -25,6 +25,7 @@ from search_spaces.embedding_tables.base import (
     Piece,
     TableDevices,
 )
+from search_spaces.embedding_tables.optimizers import ROWWISE_ADAGRAD
 from search_spaces.embedding_tables.prices import decoded, devices_of
 
 
@@ -196,6 +197,7 @@ def format_table_plan(plan: TablePlanData) -> str:
     for index, table in enumerate(plan.tables):
         pieces = [piece for piece in plan.pieces if piece.table == index]
         kind = f"{table.dtype}[{table.rows},{table.dimension}]"
+        kind += f", {table.optimizer}" if table.optimizer != ROWWISE_ADAGRAD else ""
         rows.append(
             (table.name, kind, f"{table.pooling_factor:g}", format_bytes(table.num_bytes), _where(table, pieces))
         )

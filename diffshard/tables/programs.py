@@ -5,9 +5,9 @@ device does no other device's work, however different the pieces are. Between th
 (`exchanges.py`). Rows in memory of the host come and go outside of the branches (`host_rows.py`): XLA's GPU compiler
 lets a loop touch that memory, but no branch.
 
-Updates are those of row-wise Adagrad. Changes are computed in the branch of each device, and made outside of it: in a
-branch XLA would copy the whole array. A row's gradient meets the squares of its other columns in one sum over devices,
-so that the state is that of a whole table.
+Updates are those of the tables' optimisers. Changes are computed in the branch of each device, and made outside of it:
+in a branch XLA would copy the whole array. A row's gradient meets the squares of its other columns in one sum over
+devices, so that the state is that of a whole table.
 
 A row of a piece is some U-rows of a device's array of numbers `[A, U]`. A slice of the array that is changed and put
 back would be a copy of the whole piece, in time and in memory. So rows are gathered from the array itself and scattered
@@ -29,7 +29,6 @@ from diffshard.tables import host_rows
 from diffshard.tables.arrays import (
     NO_ID,
     TableArrays,
-    adagrad_changes,
     pooled,
     pooling_weights,
     row_gradients,
@@ -39,6 +38,7 @@ from diffshard.tables.exchanges import Arrays, Exchanges, Looked, in_columns, jo
 from diffshard.tables.host_rows import fetched_rows
 from diffshard.tables.layout import Layout, RowGroup, Slot
 from search_spaces.embedding_tables.base import DEVICE, HOST, Piece
+from search_spaces.embedding_tables.optimizers import Step
 
 Fetched = dict[str, jax.Array]
 """Rows from memory of the host by group, `[B, P of all pieces in the group, W]`."""
@@ -198,9 +198,9 @@ class DevicePrograms(LookupPrograms):
 
     def update(
         self, tables: TableArrays, state: TableArrays, ids: Arrays, weights: Arrays, gradients: Arrays,
-        rate: jax.Array, epsilon: float,
+        step: Step,
     ) -> tuple[TableArrays, TableArrays]:  # fmt: skip
-        """Makes a step of row-wise Adagrad with the gradients of the pooled rows, by table `[b, dimension]`."""
+        """Makes a step of the optimisers with the gradients of the pooled rows, by table `[b, dimension]`."""
         layout = self._layout
         weights = self._pooling_weights(ids, weights)
         to_tables = self._exchanges.to_tables(ids, weights)
@@ -210,14 +210,17 @@ class DevicePrograms(LookupPrograms):
         if layout.split_by_columns:
             own = self._switch([self._squares_on(d, ids) for d in devices], *to_tables, received)
             squares = lax.psum(own, self._axes)
-        branches = [self._update_on(d, ids, epsilon) for d in devices]
-        changes, (state_rows, states), host_changes = self._switch(
-            branches, state.shards["state"], *to_tables, received, squares, rate
+        branches = [self._update_on(d, ids) for d in devices]
+        changes, states, host_changes = self._switch(
+            branches, state.shards["state"], *to_tables, received, squares, step
         )
         shards, hosts = dict(tables.shards), {}
         for group in layout.device_groups:
             shards[group.dtype] = changed_rows(shards[group.dtype][0], *changes[group.name])[None]
-        state_shards = {"state": state.shards["state"].at[0, state_rows].set(states, mode="drop")}
+        units = state.shards["state"].reshape(-1, layout.state_unit)
+        for own in states.values():
+            units = written_rows(units, *own)
+        state_shards = {"state": units.reshape(1, -1)}
         for group, num_rows in layout.host_rows.items():
             host = lax.reshape(tables.hosts[group.name], (num_rows, group.columns))
             host = host_rows.changed_rows(host, *host_changes[group.name])
@@ -228,9 +231,11 @@ class DevicePrograms(LookupPrograms):
             gradient = jnp.zeros((piece.rows, piece.columns), jnp.float32)
             rows, sums = row_gradients(from_piece(piece, ids[name]), weights[name], gradients[name], piece.rows)
             gradient = lax.psum(gradient.at[rows].add(sums, mode="drop"), self._axes)
-            changes_of_all, state_copies[name] = adagrad_changes(
-                state.copies[name], gradient, jnp.square(gradient).mean(axis=1), rate, epsilon
+            old_states = state.copies[name].reshape(piece.rows, layout.state_columns_of(piece))
+            changes_of_all, new_states = layout.tables[index].update_rule.update(
+                old_states, gradient, jnp.square(gradient).mean(axis=1), step
             )
+            state_copies[name] = new_states.ravel()
             copies[name] = (copies[name].astype(jnp.float32) - changes_of_all).astype(copies[name].dtype)
         return TableArrays(shards, copies, hosts, {}), TableArrays(state_shards, state_copies, {}, {})
 
@@ -258,18 +263,19 @@ class DevicePrograms(LookupPrograms):
         ids = from_piece(slot.piece, looked.ids[slot.piece.table])
         return row_gradients(ids, looked.weights[slot.piece.table], own, slot.piece.rows)
 
-    def _update_on(self, device: int, widths: Arrays, epsilon: float) -> Callable[..., Any]:
-        """Returns a function to changes of rows by group, new states of rows, and changes of rows on its host."""
+    def _update_on(self, device: int, widths: Arrays) -> Callable[..., Any]:
+        """Returns a function to changes of rows by group, new states by columns, and changes of rows on its host."""
         layout = self._layout
 
         def run(
             state: jax.Array, ids: jax.Array, weights: jax.Array, gradients: jax.Array, squares: jax.Array,
-            rate: jax.Array,
-        ) -> tuple[dict[str, Rows], Rows, dict[str, Rows]]:  # fmt: skip
+            step: Step,
+        ) -> tuple[dict[str, Rows], dict[int, Rows], dict[str, Rows]]:  # fmt: skip
             looked = self._exchanges.looked(device, widths, ids, weights)
             on_device: dict[RowGroup, list[Rows]] = {group: [] for group in layout.device_groups}
             on_host: dict[RowGroup, list[Rows]] = {group: [] for group in layout.host_rows}
-            states: list[Rows] = []
+            states: dict[int, list[Rows]] = {columns: [] for columns in layout.state_groups}
+            state_units = state.reshape(-1, layout.state_unit)
             for slot in layout.slots[device]:
                 piece, table = slot.piece, layout.tables[slot.piece.table]
                 rows, sums = self._row_gradients(looked, slot, gradients)
@@ -277,10 +283,12 @@ class DevicePrograms(LookupPrograms):
                 if piece.columns < table.dimension:
                     own = self._squares_of(squares, piece, widths, ids.shape[0])
                 is_row = rows < piece.rows
-                at = jnp.where(is_row, rows + slot.state_offset, layout.state_rows)
-                old_states = state[0].at[at].get(mode="fill", fill_value=1.0)
-                changes, new_states = adagrad_changes(old_states, sums, own / table.dimension, rate, epsilon)
-                states.append((at, new_states))
+                columns = layout.state_columns_of(piece)
+                at = jnp.where(is_row, slot.state_offset + rows * (columns // layout.state_unit), layout.state_rows)
+                old = gathered_rows(state_units, at, columns) if columns else jnp.zeros((len(at), 0), jnp.float32)
+                changes, new = table.update_rule.update(old, sums, own / table.dimension, step)
+                if columns:
+                    states[columns].append((at, new))
                 group = layout.group_of(piece)
                 if piece.memory == HOST:
                     on_host[group].append((jnp.where(is_row, rows + slot.offset, layout.host_rows[group]), changes))
@@ -292,13 +300,20 @@ class DevicePrograms(LookupPrograms):
                 memory: {g: num_examples * self._most_ids(g, memory, widths) for g in groups}
                 for memory, groups in ((DEVICE, on_device), (HOST, on_host))
             }
-            num_states = num_examples * max(sum(self._num_ids(s, widths) for s in slots) for slots in layout.slots)
+            num_states = {
+                columns: num_examples
+                * max(
+                    sum(self._num_ids(s, widths) for s in slots if layout.state_columns_of(s.piece) == columns)
+                    for slots in layout.slots
+                )
+                for columns in states
+            }
             return (
                 {
                     g.name: _joined(own, sizes[DEVICE][g], layout.unit_rows[g.dtype], g.columns)
                     for g, own in on_device.items()
                 },
-                _joined(states, num_states, layout.state_rows),
+                {c: _joined(own, num_states[c], layout.state_rows, c) for c, own in states.items()},
                 {g.name: _joined(own, sizes[HOST][g], layout.host_rows[g], g.columns) for g, own in on_host.items()},
             )
 
@@ -345,12 +360,17 @@ def changed_rows(numbers: jax.Array, first: jax.Array, changes: jax.Array) -> ja
       first: the first U-row of each row, `[n]` integers, each once; those from A on are left out.
       changes: `[n, W]` float32.
     """
-    num_rows, unit = numbers.shape
+    old = gathered_rows(numbers, jnp.minimum(first, numbers.shape[0] - 1), changes.shape[1])
+    rows = (old.astype(jnp.float32) - changes).astype(numbers.dtype)
+    rows = lax.optimization_barrier(rows)  # a scatter that is fused with the gather is not done in place
+    return written_rows(numbers, first, rows)
+
+
+def written_rows(numbers: jax.Array, first: jax.Array, rows: jax.Array) -> jax.Array:
+    """Writes rows `[n, W]` in place of rows of pieces; other arguments are those of `changed_rows`."""
+    unit = numbers.shape[1]
     names = lax.ScatterDimensionNumbers(
         update_window_dims=(1, 2), inserted_window_dims=(), scatter_dims_to_operand_dims=(0,)
     )
-    old = gathered_rows(numbers, jnp.minimum(first, num_rows - 1), changes.shape[1])
-    rows = (old.astype(jnp.float32) - changes).astype(numbers.dtype)
-    rows = lax.optimization_barrier(rows)  # a scatter that is fused with the gather is not done in place
     windows = rows.reshape(rows.shape[0], rows.shape[1] // unit, unit)
     return lax.scatter(numbers, first[:, None], windows, names, mode=lax.GatherScatterMode.FILL_OR_DROP)

@@ -31,6 +31,7 @@ from diffshard.tables.row_orders import needed_orders
 from diffshard.tables.solving import solve_space
 from diffshard.tables.statistics import TableStatistics
 from search_spaces.embedding_tables.base import EmbeddingTable, TableDevices
+from search_spaces.embedding_tables.optimizers import ROWWISE_ADAGRAD
 from search_spaces.embedding_tables.prices import piece_bytes
 from search_spaces.embedding_tables.space import EmbeddingTableSpace
 from search_spaces.embedding_tables.strategies import least_piece
@@ -78,9 +79,8 @@ def shard_tables(
       tables: T tables with different names.
       mesh_or_devices: the D devices; tables and batch are spread over all axes of a mesh.
       hardware: as in `search`; or D of them, in row-major order of the mesh, where devices differ.
-      memory_limit_bytes: for the tables on a device and their optimiser's state, 4 bytes a row: one number, or D of
-        them, of which the smallest counts, as arrays are equally long on all devices. None takes the memory of the
-        hardware.
+      memory_limit_bytes: for the tables on a device and their optimiser's state: one number, or D of them, of which the
+        smallest counts, as arrays are equally long on all devices. None takes the memory of the hardware.
       host_memory_limit_bytes: for rows in memory of the host, for each device: one number, or D of them. None keeps
         all rows on the devices. It needs `Hardware.host_memory_bytes_per_s`, and devices with pinned memory.
       access: by table, counts of lookups in parts of equally many rows; instead of `EmbeddingTable.access`.
@@ -108,7 +108,7 @@ def shard_tables(
             slowest = max(devices.s_per_byte, devices.far_s_per_byte)
             devices = dataclasses.replace(devices, s_per_byte=slowest, num_hosts=1, far_s_per_byte=0.0)
         space = EmbeddingTableSpace(tables, devices)
-        _check_cost(cost, devices, options)
+        _check_cost(cost, tables, devices, options)
         _check_memory(space)
         processes = processes_of(mesh)
         processes.check_alike(_WHAT, _facts(space, mesh, statistics or {}))
@@ -176,7 +176,7 @@ def _check_feasible(space: EmbeddingTableSpace, solution: Solution) -> None:
         )
 
 
-def _check_cost(cost: Any, devices: TableDevices, options: SolveOptions) -> None:
+def _check_cost(cost: Any, tables: tuple[EmbeddingTable, ...], devices: TableDevices, options: SolveOptions) -> None:
     """Raises where a learned cost cannot be used."""
     if cost is None:
         return
@@ -184,6 +184,12 @@ def _check_cost(cost: Any, devices: TableDevices, options: SolveOptions) -> None
         raise TypeError(f"`cost` must be a LearnedTableCost, as `learn_table_cost` makes, or None, not {cost!r}.")
     if len(set(devices.hardware)) > 1:
         raise ValueError("`cost` was learned on devices of one kind, but `hardware` has several. Leave `cost` out.")
+    for table in tables:
+        if table.optimizer != ROWWISE_ADAGRAD:
+            raise ValueError(
+                f"`cost` was learned with {ROWWISE_ADAGRAD!r}, but table {table.name!r} has the optimizer "
+                f"{table.optimizer!r}. Leave `cost` out."
+            )
     if (solver := options.get("solver")) is not None:
         raise ValueError(f"`cost` has a search of its own; leave out `solver`, which is {solver!r}, or `cost`.")
 

@@ -14,6 +14,7 @@ import numpy as np
 from cost.base import Hardware
 from cost.embedding_tables import TableLinks
 from cost.real_numbers import Amount, AmountOrInf, Count, Index, Limit, real_number, whole_number
+from search_spaces.embedding_tables.optimizers import OPTIMIZERS, ROWWISE_ADAGRAD, TableOptimizer
 
 EVERY_DEVICE = -1
 """In the place of a piece's device: every device holds a copy of these rows, with all columns."""
@@ -38,6 +39,8 @@ class EmbeddingTable:
       access: counts of lookups in parts of equally many rows, from the first row to the last; None if rows are looked
         up equally often. Hot rows are those at the beginning: put rows that are looked up often first, or let
         `shard_tables` number them anew by `statistics`.
+      optimizer: what updates its rows: "rowwise_adagrad", "adagrad", "adam" or "sgd". They keep one number of state for
+        each row, one and two for each number of the table, and none.
 
     Raises:
       ValueError: an attribute breaks its rule.
@@ -50,6 +53,7 @@ class EmbeddingTable:
     dtype: str = "float32"
     pooling: str = "sum"
     access: tuple[float, ...] | None = None
+    optimizer: str = ROWWISE_ADAGRAD
 
     def __post_init__(self):
         if not isinstance(self.name, str) or not self.name:
@@ -71,6 +75,9 @@ class EmbeddingTable:
             raise ValueError(f"{self._field('dtype')} must be one of {', '.join(_DTYPES)}, not {self.dtype!r}.")
         if self.pooling not in _POOLINGS:
             raise ValueError(f"{self._field('pooling')} must be 'sum' or 'mean', not {self.pooling!r}.")
+        if self.optimizer not in OPTIMIZERS:
+            names = ", ".join(map(repr, OPTIMIZERS))
+            raise ValueError(f"{self._field('optimizer')} must be one of {names}, not {self.optimizer!r}.")
         if self.access is not None:
             object.__setattr__(self, "access", self._checked_access(self.access))
 
@@ -83,6 +90,11 @@ class EmbeddingTable:
     def num_bytes(self) -> int:
         """Bytes of the whole table, without the optimiser's state."""
         return self.rows * self.dimension * self.itemsize
+
+    @property
+    def update_rule(self) -> TableOptimizer:
+        """What the optimiser keeps and computes."""
+        return OPTIMIZERS[self.optimizer]
 
     def _field(self, field: str) -> str:
         return f"`EmbeddingTable.{field}` of {self.name!r}"

@@ -16,9 +16,9 @@ from cost.embedding_tables import (
     BACKWARD_FACTOR,
     ID_BYTES,
     POOLED_BYTES,
-    STATE_BYTES_PER_ROW,
     access_share,
     copy_update_s,
+    element_state_s,
     exchange_s,
     host_fetch_s,
     lookup_s,
@@ -116,7 +116,7 @@ class Price(NamedTuple):
 
 def piece_bytes(table: EmbeddingTable, rows: int, columns: int) -> int:
     """Returns the bytes of a piece with its optimiser's state."""
-    return rows * (columns * table.itemsize + STATE_BYTES_PER_ROW)
+    return rows * (columns * table.itemsize + table.update_rule.state_bytes(columns))
 
 
 def price_of(table: EmbeddingTable, pieces: Iterable[Piece], devices: TableDevices) -> Price:
@@ -152,11 +152,14 @@ def prices_of(table: EmbeddingTable, pieces: Sequence[Sequence[Piece]], devices:
         np.add.at(sums, index, amounts)
         return sums
 
-    numbers_bytes, state_bytes = rows * columns * table.itemsize, rows * STATE_BYTES_PER_ROW
+    numbers_bytes, state_bytes = rows * columns * table.itemsize, rows * table.update_rule.state_bytes(columns)
     forward = summed(seconds[index[1], place])
     rest = BACKWARD_FACTOR * forward + summed(
         _copies_s(table, rows, columns, copied, on_each, devices)[index[1], place]
     )
+    if table.update_rule.numbers_per_element and table.pooling_factor:
+        updated = np.where(copied | on_each, 0, np.minimum(rows, _lookups(table, [p for _, p in every], devices)[0]))
+        rest += summed(_element_states_s(table, updated, columns, devices)[index[1], place])
     for k, of_one in enumerate(pieces):
         for device, sent_s in _sent_s(of_one, devices) if table.pooling_factor else ():
             rest[k, device] += 2 * sent_s
@@ -192,11 +195,19 @@ def _copies_s(
     seconds_on = {}
     for hardware in dict.fromkeys(devices.hardware):
         everywhere, each_host = (
-            copy_update_s(rows, columns, table.itemsize, links, hardware)
+            copy_update_s(rows, columns, table.itemsize, links, hardware, table.update_rule.state_bytes(columns))
             for links in (devices.links, devices.links.across)
         )
         seconds_on[hardware] = np.where(copied, everywhere, np.where(on_each, each_host, 0.0))
     return np.stack([seconds_on[hardware] for hardware in devices.hardware])
+
+
+def _element_states_s(
+    table: EmbeddingTable, rows: np.ndarray, columns: np.ndarray, devices: TableDevices
+) -> np.ndarray:
+    """Returns what updates of rows of P pieces, `[P]`, take for the state of their numbers, `[D, P]`."""
+    state_bytes = table.update_rule.state_bytes(columns)
+    return np.stack([element_state_s(rows, state_bytes, hardware) for hardware in devices.hardware])
 
 
 def sent_columns(tables: Sequence[EmbeddingTable], pieces: Iterable[Piece]) -> list[tuple[int, int]]:
@@ -248,16 +259,23 @@ def lookup_and_update_s(
     return float(whole.forward_s.max() + sent_s.max()), float(whole.rest_s.max() - sent_s.max())
 
 
-def _lookups_s(table: EmbeddingTable, pieces: Sequence[Piece], devices: TableDevices) -> np.ndarray:
-    """Returns the seconds of forward lookups of P pieces on each device, `[D, P]`."""
-    if not table.pooling_factor:
-        return np.zeros((devices.num_devices, len(pieces)))
+def _lookups(
+    table: EmbeddingTable, pieces: Sequence[Piece], devices: TableDevices
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the lookups, ids and examples of a step in each of P pieces on one device, `[P]` each."""
     examples = np.array([devices.batch_size / len(devices_of(piece, devices)) for piece in pieces])
     ids = examples * table.pooling_factor
     access = None if table.access is None else np.array(table.access)
     start, end = (np.array([piece[field] for piece in pieces]) for field in (2, 3))
+    return ids * access_share(access, table.rows, start, end), ids, examples
+
+
+def _lookups_s(table: EmbeddingTable, pieces: Sequence[Piece], devices: TableDevices) -> np.ndarray:
+    """Returns the seconds of forward lookups of P pieces on each device, `[D, P]`."""
+    if not table.pooling_factor:
+        return np.zeros((devices.num_devices, len(pieces)))
     columns = np.array([piece.columns for piece in pieces])
-    lookups = ids * access_share(access, table.rows, start, end)
+    lookups, ids, examples = _lookups(table, pieces, devices)
     on_host = np.array([piece.memory == HOST for piece in pieces])
     seconds_on = {}
     for hardware in dict.fromkeys(devices.hardware):

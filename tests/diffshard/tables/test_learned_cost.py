@@ -119,6 +119,8 @@ def test_wrong_arguments_with_a_cost_are_named(cost, arguments, message):
     given: dict[str, Any] = {"hardware": "v100", "cost": cost, **arguments}
     with pytest.raises((TypeError, ValueError), match=message):
         shard_tables([EmbeddingTable("t", 8, 8)], MESH, **given)
+    with pytest.raises(ValueError, match=r"`cost` was learned with 'rowwise_adagrad', but table 't' has .*'adam'"):
+        shard_tables([EmbeddingTable("t", 8, 8, optimizer="adam")], MESH, hardware="v100", cost=cost)
 
 
 @pytest.mark.parametrize(

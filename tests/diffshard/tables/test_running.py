@@ -5,6 +5,8 @@ on a device, and a device without any. Another one has rows in memory of the hos
 each of two hosts has. Some tables' rows are numbered anew.
 """
 
+import dataclasses
+import json
 from collections.abc import Iterator
 
 import jax
@@ -22,6 +24,8 @@ from diffshard.tables.plan import TablePlan
 from diffshard.tables.plan_data import check_table_plan
 from diffshard.tables.row_orders import RowOrder
 from search_spaces.embedding_tables.base import EVERY_DEVICE, HOST, EmbeddingTable, Piece, TableDevices
+from search_spaces.embedding_tables.optimizers import OPTIMIZERS
+from search_spaces.embedding_tables.prices import piece_bytes
 
 BATCH = 16
 TABLES = (
@@ -78,12 +82,14 @@ ORDERS = (
 )
 
 
-def _plan(limit: float = 1e9, pieces: tuple[Piece, ...] = PIECES) -> TablePlan:
+def _plan(
+    limit: float = 1e9, pieces: tuple[Piece, ...] = PIECES, tables: tuple[EmbeddingTable, ...] = TABLES
+) -> TablePlan:
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     hardware, limits = (preset("a100", {"x": 2, "y": 2}),) * 4, (limit,) * 4
     num_hosts = 2 if any(piece.on_each_host for piece in pieces) else 1
     devices = TableDevices(hardware, limits, 1e-9, BATCH, limits, num_hosts, 1e-8)
-    return TablePlan(TABLES, devices, pieces, (("x", 2), ("y", 2)), 0.0, "finished", 0.0, orders=ORDERS, mesh=mesh)
+    return TablePlan(tables, devices, pieces, (("x", 2), ("y", 2)), 0.0, "finished", 0.0, orders=ORDERS, mesh=mesh)
 
 
 @pytest.fixture(scope="module", params=[PIECES, WITH_HOSTS, ON_EACH_HOST], ids=["devices", "hosts", "each host"])
@@ -178,10 +184,10 @@ def test_lookups_and_their_gradients_equal_those_of_whole_tables(plan, whole, id
         )
 
 
-@pytest.mark.parametrize("num_devices", [1, 4])
-def test_updates_change_donated_tables_in_place(num_devices):
+@pytest.mark.parametrize(("num_devices", "optimizer"), [(1, "rowwise_adagrad"), (4, "rowwise_adagrad"), (4, "adagrad")])
+def test_updates_change_donated_tables_in_place(num_devices, optimizer):
     """Memory beside the tables is for the batch only, also where one array has rows of several widths."""
-    tables = tuple(EmbeddingTable(f"t{i}", 2000, 8 << i) for i in range(4))
+    tables = tuple(EmbeddingTable(f"t{i}", 2000, 8 << i, optimizer=optimizer) for i in range(4))
     pieces = [Piece(i, i % num_devices, 0, 2000, 0, 8 << i) for i in range(3)]
     pieces += [Piece(3, d % num_devices, 0, 2000, 32 * d, 32 * d + 32) for d in range(2)]
     devices = TableDevices((preset("a100", {"x": num_devices}),) * num_devices, (1e9,) * num_devices, 1e-9, BATCH)
@@ -201,25 +207,44 @@ def test_updates_change_donated_tables_in_place(num_devices):
     assert memory.temp_size_in_bytes < 0.1 * tables_bytes
 
 
-def test_updates_equal_row_wise_adagrad_of_whole_tables(plan, whole, ids, weights):
-    """Two steps, so that the state counts; rows that were not looked up stay as they are."""
+def _change(optimizer: str, state: np.ndarray, g: np.ndarray, number: int) -> np.ndarray:
+    """What an optimiser subtracts from a whole table for a rate of 1; its state `[2, rows, dimension]` changes."""
+    if optimizer == "sgd":
+        return g
+    if optimizer == "adam":
+        read = (g != 0).any(axis=1)
+        state[0, read] = 0.9 * state[0, read] + 0.1 * g[read]
+        state[1, read] = 0.999 * state[1, read] + 0.001 * np.square(g[read])
+        rate = np.sqrt(1 - 0.999**number) / (1 - 0.9**number)
+        return np.where(read[:, None], rate * state[0] / (np.sqrt(state[1]) + 1e-8), 0)
+    squares = np.square(g)
+    state[0] += squares.mean(axis=1, keepdims=True) if optimizer == "rowwise_adagrad" else squares
+    return g / (np.sqrt(state[0]) + 1e-8)
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "each table its own"])
+def test_updates_equal_those_of_whole_tables_by_the_same_optimizer(plan, whole, ids, weights, optimizer):
+    """Three steps, so that the state counts, the last one with other ids; rows not looked up stay as they are."""
+    names = [*OPTIMIZERS, "adam", "adagrad"] if optimizer not in OPTIMIZERS else [optimizer] * len(TABLES)
+    tables = tuple(dataclasses.replace(t, optimizer=o) for t, o in zip(TABLES, names, strict=True))
+    plan = _plan(pieces=plan.pieces, tables=tables)
     rng = np.random.default_rng(4)
     arrays, state = plan.shard(whole), plan.init_state()
     expected = {name: array.astype(np.float32) for name, array in whole.items()}
-    squares = {t.name: np.zeros(t.rows, np.float32) for t in TABLES}
-    step = jax.jit(lambda a, s, g: plan.update(a, s, ids, g, learning_rate=0.1, weights=weights))
-    for _ in range(2):
+    states = {t.name: np.zeros((2, t.rows, t.dimension), np.float32) for t in tables}
+    step = jax.jit(lambda a, s, i, g: plan.update(a, s, i, g, learning_rate=0.1, weights=weights))
+    fewer = {name: np.where(own % 2, own, -1) for name, own in ids.items()}
+    for number, own_ids in enumerate((ids, ids, fewer), 1):
         gradients = {t.name: rng.normal(size=(BATCH, t.dimension)).astype(np.float32) for t in TABLES}
-        arrays, state = step(arrays, state, gradients)
+        arrays, state = step(arrays, state, own_ids, gradients)
 
-        def loss(w, gradients=gradients):
-            return sum(jnp.vdot(gradients[n], r) for n, r in _reference(w, ids, weights).items())
+        def loss(w, gradients=gradients, own_ids=own_ids):
+            return sum(jnp.vdot(gradients[n], r) for n, r in _reference(w, own_ids, weights).items())
 
         dense = jax.grad(loss)({name: jnp.asarray(array) for name, array in expected.items()})
-        for t in TABLES:
-            g = np.asarray(dense[t.name])
-            squares[t.name] += np.square(g).mean(axis=1)
-            expected[t.name] = expected[t.name] - 0.1 * g / (np.sqrt(squares[t.name])[:, None] + 1e-8)
+        for t in tables:
+            change = _change(t.optimizer, states[t.name], np.asarray(dense[t.name]), number)
+            expected[t.name] = expected[t.name] - 0.1 * change
     assert {a.sharding.memory_kind for a in arrays.hosts.values()} <= {"pinned_host"}
     for copy in arrays.copies.values():
         for part in copy.addressable_shards[1:]:
@@ -230,6 +255,36 @@ def test_updates_equal_row_wise_adagrad_of_whole_tables(plan, whole, ids, weight
         np.testing.assert_allclose(actual[t.name].astype(np.float32), expected[t.name], rtol=tolerance, atol=tolerance)
         unused = np.setdiff1d(np.arange(t.rows), ids[t.name])
         np.testing.assert_array_equal(actual[t.name][unused], whole[t.name][unused])
+
+
+def test_what_a_plan_keeps_is_the_bytes_of_tables_and_state_of_each_optimizer():
+    for optimizer, state_bytes in (("rowwise_adagrad", 4 * 30), ("adagrad", 4 * 120), ("adam", 8 * 120), ("sgd", 0)):
+        table = EmbeddingTable("whole", 30, 4, optimizer=optimizer)
+        plan = _plan(pieces=(Piece(0, 2, 0, 30, 0, 4),), tables=(table,))
+        plan = dataclasses.replace(plan, orders=())
+        assert plan.kept_bytes == piece_bytes(table, 30, 4) == plan.predicted.device_bytes[2] == 4 * 120 + state_bytes
+        assert sum(x.size for x in plan.shapes()[1].shards.values()) * 4 == 4 * state_bytes + 16 * (optimizer == "adam")
+    with pytest.raises(ValueError, match=r"`EmbeddingTable.optimizer` of 'whole' must be one of 'rowwise_adagrad', "):
+        EmbeddingTable("whole", 30, 4, optimizer="momentum")
+
+
+def test_updates_of_state_for_each_number_take_longer():
+    seconds = [
+        _plan(tables=tuple(dataclasses.replace(t, optimizer=o) for t in TABLES)).step_s
+        for o in ("rowwise_adagrad", "adagrad", "adam")
+    ]
+    assert seconds[0] < seconds[1] < seconds[2]
+
+
+def test_a_plan_of_tables_without_an_optimizer_is_one_of_row_wise_adagrad(tmp_path):
+    plan = dataclasses.replace(_plan(), mesh=None)
+    plan.save(path := tmp_path / "plan.json")
+    record = json.loads(path.read_text())
+    del record["checksum"]
+    for table in record["tables"]:
+        del table["optimizer"]
+    path.write_text(json.dumps(record))
+    assert TablePlan.load(path).tables == plan.tables
 
 
 def test_random_tables_have_their_range_and_differ(plan):
