@@ -103,8 +103,8 @@ class SearchingStep:
 
     @property
     def is_searching(self) -> bool:
-        """Whether a search runs beside the steps, or has found something that is not tried yet."""
-        return self._search is not None or self._proposal is not None
+        """Whether a search runs beside the steps, or has found something that is not tried yet; not after the end."""
+        return self._steps_left > 0 and (self._search is not None or self._proposal is not None)
 
     @property
     def num_moves(self) -> int:

@@ -105,6 +105,14 @@ def test_a_search_that_fails_leaves_the_training_as_it_is(monkeypatch):
     assert "the search failed: no plan today" in str(step)
 
 
+def test_a_closed_step_searches_no_more_whatever_was_found():
+    step = search_while_training(searched(), MANY_STEPS)
+    step._proposal = 1
+    assert step.is_searching
+    step.close()
+    assert not step.is_searching
+
+
 def test_nothing_is_searched_after_the_last_step():
     state, batch = arguments(MODEL)
     with search_while_training(searched(), 4, window_steps=3) as step:

@@ -149,3 +149,18 @@ def test_a_plan_whose_state_cannot_be_on_the_host_is_refused():
     moved = [dataclasses.replace(tensor, on_host=True) for tensor in plan.arguments]
     with pytest.raises(diffshard.PlanError, match="in the host's memory, but only state can be there"):
         dataclasses.replace(plan, arguments=tuple(moved)).apply(train_step).plan(init(), BATCH)
+
+
+def test_a_search_while_training_keeps_the_state_on_the_host_wherever_it_moves():
+    step, _ = searched()
+    state, expected, losses = init(), [], []
+    for _ in range(6):
+        state, loss = train_step(state, BATCH)
+        expected.append(float(loss))
+    state = init()
+    with diffshard.elastic.search_while_training(step, 10**7, window_steps=1, time_limit_s=3) as training:
+        for _ in range(6):
+            state, loss = training(state, BATCH)
+            losses.append(float(loss))
+            assert any(array.sharding.memory_kind == "pinned_host" for array in jax.tree.leaves(state))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
