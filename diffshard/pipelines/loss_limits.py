@@ -100,11 +100,11 @@ def measured_delays(
     def flat(step: Callable[..., Any]) -> Callable[..., list[Any]]:
         return jax.jit(lambda arrays: _flat_results(step(*structure.unflatten(arrays)[0]), traced))
 
-    def late_losses(step: Callable[..., Any]) -> list[float]:
-        return [_late_loss(flat(step), exact_step, loss, traced.feedback, run) for run in runs]
+    def late_losses(step: Callable[[Any], list[Any]]) -> list[float]:
+        return [_late_loss(step, exact_step, loss, traced.feedback, run) for run in runs]
 
     exact_step = flat(fn)
-    exact = late_losses(fn)
+    exact = late_losses(exact_step)
     if not np.isfinite(exact).all():
         raise ValueError(
             f"The late losses of `LossLimit.validation_runs` must be finite without a delay, not {exact}. Give runs "
@@ -112,7 +112,7 @@ def measured_delays(
         )
     found = []
     for steps in predicted_steps:
-        increase = increase_between(late_losses(delayed(fn, predicted_steps=steps)), exact)
+        increase = increase_between(late_losses(flat(delayed(fn, predicted_steps=steps))), exact)
         found.append(MeasuredDelay(steps, *increase, increase.mean <= limit.max_loss_increase))
     return tuple(found)
 
