@@ -38,7 +38,7 @@ NUM_SAMPLES = 3
 MOST_TRIALS = 8
 """Plans that are tried in one environment."""
 LEAST_DEVIATION = 0.02
-"""Of the logarithm of a window's seconds: machines drift by so much whatever one window's spread is."""
+"""The least standard deviation of a window's median, in logarithms: machines drift by that between windows."""
 CHANGE = math.log(1.25)
 """By how much windows depart from the first one, in logarithms, where the environment has changed; or 4 deviations."""
 FIRST_PATIENCE = 2
@@ -131,9 +131,14 @@ class Replanner:
         return rate_names(self._axes)
 
     @property
+    def _own_rates(self) -> slice:
+        """Where the rates of this environment are in a belief."""
+        return slice(self._environment * len(self._rates), (self._environment + 1) * len(self._rates))
+
+    @property
     def hardware(self) -> Hardware:
         """The hardware with the rates that are most likely now."""
-        return scaled(self._hardware, self._named(self._log_slowness(self.belief())))
+        return scaled(self._hardware, self._named(self.belief().mean[self._own_rates]))
 
     def tell(self, num_steps: int, plan: int, action: str, reason: str) -> None:
         """Writes a decision down."""
@@ -188,7 +193,8 @@ class Replanner:
         known = [i for i in self._tried if self._first_window(i) is not None]
         if not is_on_trial or self.current not in known:
             return None
-        step_s = {i: math.exp(predict(self.belief(), self._terms, i, self._environment)[0]) for i in known}
+        belief = self.belief()
+        step_s = {i: math.exp(predict(belief, self._terms, i, self._environment)[0]) for i in known}
         best = min(known, key=lambda i: step_s[i])
         saved_s = steps_left * (step_s[self.current] - step_s[best])
         if saved_s <= prices.move_s:
@@ -235,7 +241,7 @@ class Replanner:
         self.tell(num_steps, number, "stays", reason)
 
     def outlook(self, number: int, steps_left: int, prices: Prices) -> Outlook:
-        """Returns what running another plan from now on is expected to save, and to cost."""
+        """Returns what a plan that is not tried yet is expected to save, and to cost, from now on."""
         belief = self.belief()
         new, new_gradient = predict(belief, self._terms, number, self._environment)
         now, gradient = predict(belief, self._terms, self.current, self._environment)
@@ -243,9 +249,7 @@ class Replanner:
         deviation = math.sqrt(max(float(direction @ belief.covariance @ direction), 1e-12))
         gain, loss = _expected_gain(difference, deviation), _expected_gain_of_inverse(difference, deviation)
         step_s, is_slower = math.exp(now), _normal(difference / deviation)
-        first = self._first_window(number)
-        compile_s = 0.0 if first is not None else prices.compile_s
-        price_s = compile_s + prices.move_s * (1 + is_slower) + self._window_steps * step_s * loss
+        price_s = prices.compile_s + prices.move_s * (1 + is_slower) + self._window_steps * step_s * loss
         saved_s = steps_left * step_s * gain
         new_s = f"{format_s(math.exp(new))} ± {format_percent(deviation)}"
         reason = (
@@ -260,13 +264,10 @@ class Replanner:
 
     def _possible_rates(self, belief: Belief) -> Sequence[np.ndarray]:
         """Returns the most likely rates and samples of them, `[1 + NUM_SAMPLES, R]`."""
-        own = slice(self._environment * len(self._rates), (self._environment + 1) * len(self._rates))
+        own = self._own_rates
         mean, covariance = belief.mean[own], belief.covariance[own, own]
         samples = self._random.multivariate_normal(mean, covariance, NUM_SAMPLES, method="eigh")
         return [mean, *samples]
-
-    def _log_slowness(self, belief: Belief) -> np.ndarray:
-        return belief.mean[self._environment * len(self._rates) :][: len(self._rates)]
 
     def _named(self, log_slowness: np.ndarray) -> dict[str, float]:
         return dict(zip(self._rates, log_slowness.tolist(), strict=True))
