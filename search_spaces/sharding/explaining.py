@@ -115,13 +115,15 @@ def predict(
     compute_s = np.array([costs.chosen_compute_s(v, s) + costs.chosen_keeping_s(v, layout) for v, s in strategies])
     for node, s in zip(nodes, choice, strict=True):
         compute_s[node.vertex.index] += costs.shared_rounding_s(node, node.strategies[s])
+    messages = []
     for edge in edges:
         reader = nodes[edge.reader].vertex
         message, name = _message(edge, nodes, costs, choice)
+        messages.append(message)
         compute_s[reader.index] += reader.weight * costs.reshard_costs.rounding_s(edge.value, message, name)
     return StepPrediction(
         compute_s,
-        tuple(_transfers(graph, nodes, edges, costs, axis_names, strategies, choice)),
+        tuple(_transfers(graph, nodes, edges, messages, costs, axis_names, strategies, choice)),
         np.array([float(costs.preference_s(v, (layout.strategies[v.index],))[0]) for v in graph.inputs]),
     )
 
@@ -139,6 +141,7 @@ def _transfers(
     graph: Graph,
     nodes: Sequence[Node],
     edges: Sequence[Edge],
+    messages: Sequence[Message],
     costs: NodeCosts,
     axis_names: Sequence[str],
     strategies: Sequence[tuple],
@@ -190,13 +193,12 @@ def _transfers(
             assert node.hub is not None
             sent = "all_reduce", axis_names[axis], MAXIMUM_BYTES, node.vertex.weight, seconds, seconds
             transfers.append(Transfer(*sent, node.vertex.index, i, node.hub.vertex, first_reader[node.hub.id]))
-    for edge in edges:
+    for edge, message in zip(edges, messages, strict=True):
         if edge.node != edge.reader:
             source = nodes[edge.node].strategies[choice[edge.node]].results[edge.result]
             target = read_spec(nodes[edge.reader], edge.operand, choice[edge.reader])
             vertex, hub = nodes[edge.reader].vertex.index, nodes[edge.reader].hub
             reader = vertex if hub is None else None
-            message, _ = _message(edge, nodes, costs, choice)
             for axis in message.maxima:
                 link_s = edge.weight * reshard_costs.maximum_s(axis, message.maxima_bytes)
                 waited_s = (costs.shares.exposed(edge.value) if message.is_coded else 1.0) * link_s
