@@ -13,7 +13,7 @@ their norm, stays at the end, where the step waits for the copies.
 Source: J. Ren et al., ZeRO-Offload (arXiv:2101.06840), for the state on the host; there the update runs there as well.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -207,11 +207,12 @@ def early_updates(graph: Graph) -> Graph:
     """
     steps = graph.block.steps
     leads = leads_to_contraction(graph)
-    num_head = max((i + 1 for i, step in enumerate(steps) if any(map(is_contraction, _vertices(step)))), default=0)
+    products = [[i for i in Block([], [step], []).operations() if is_contraction(graph.vertices[i])] for step in steps]
+    num_head = max((n + 1 for n, own in enumerate(products) if own), default=0)
     if not num_head:
         return graph
     head, rest = steps[:num_head], steps[num_head:]
-    needed = np.cumsum([_num_needed(step, leads) for step in head])
+    needed = np.cumsum([sum(bool(leads[i]) for i in own) for own in products[:num_head]])
     place = {value.id: i for i, step in enumerate(head) for value in step.results}
     maker = {value.id: n for n, step in enumerate(rest) for value in step.results}
     reads = [[o.id for o in step.operands if isinstance(o, Value)] for step in rest]
@@ -247,20 +248,6 @@ def _unmade(root: int, reads: Sequence[Sequence[int]], maker: Mapping[int, int],
         stack.append((n, True))
         stack += [(maker[i], False) for i in reversed(reads[n]) if i in maker]
     return order
-
-
-def _vertices(step: Step) -> Iterator[Vertex]:
-    if isinstance(step, Vertex):
-        yield step
-        return
-    for block in step.blocks:
-        for inner in block.steps:
-            yield from _vertices(inner)
-
-
-def _num_needed(step: Step, leads: np.ndarray) -> int:
-    """Returns how many products of a step others depend on."""
-    return sum(is_contraction(vertex) and bool(leads[vertex.index]) for vertex in _vertices(step))
 
 
 def bytes_on(strategies: Sequence[ShardingStrategy], sizes: Sequence[float], *, is_host: bool) -> list[float]:
