@@ -57,12 +57,12 @@ class TableOptimizer(NamedTuple):
     counts_steps: bool = False
 
     def state_columns(self, columns: int) -> int:
-        """Returns how many numbers of state a row of so many columns has, K."""
+        """Returns how many numbers of state a row has, K, by its number of columns."""
         return self.numbers_per_row + self.numbers_per_element * columns
 
     def state_bytes(self, columns: Any) -> Any:
-        """Returns the bytes of state of a row of so many columns, a number or an array."""
-        return STATE_NUMBER_BYTES * (self.numbers_per_row + self.numbers_per_element * columns)
+        """Returns the bytes of state of a row, by its number of columns; both are numbers or arrays."""
+        return STATE_NUMBER_BYTES * self.state_columns(columns)
 
 
 def _rowwise_adagrad(
