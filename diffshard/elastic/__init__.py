@@ -6,7 +6,9 @@
 >>> plans = diffshard.elastic.budget(train_step, phases, state, batch)
 >>> weights = diffshard.elastic.reshard(weights, shardings)
 
-`diffshard.resume` is in `resume.py`, with checkpoints in `checkpoint_files.py` and the files beside it.
+`diffshard.resume` is in `resume.py`, with checkpoints in `checkpoint_files.py` and the files beside it;
+`search_while_training` in `searching_step.py`, which plan to run next in `replanning.py`, and what measured steps say
+of the hardware's rates in `rates.py`.
 """
 
 from typing import TYPE_CHECKING
