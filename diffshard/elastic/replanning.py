@@ -122,7 +122,7 @@ class Replanner:
         self._measurements: list[Measurement] = []
         self._environment, self._patience, self._num_departed = 0, FIRST_PATIENCE, 0
         self._tried: set[int] = {self._add(plan, np.zeros(len(self._rates)))}
-        self._is_on_trial = False
+        self._is_on_trial = self._measures_again = False
         self._unconfirmed: Measurement | None = None  # made the training go back, and the machine may have changed then
         self.tell(0, 0, "begins", f"{format_s(plan.step_s)} predicted")
 
@@ -157,20 +157,23 @@ class Replanner:
         measurement = self._measured()
         first = self._first_window(self.current)
         if first is None:
-            self._measurements.append(measurement)
-            spread = format_percent(measurement.deviation)
-            self.tell(num_steps, self.current, "measured", f"{format_s(math.exp(measurement.log_s))} ± {spread}")
+            self._note(measurement, num_steps)
             return True
         threshold = max(CHANGE, 4 * math.hypot(first.deviation, measurement.deviation))
         departs = abs(measurement.log_s - first.log_s) > threshold
         self._num_departed = self._num_departed + 1 if departs else 0
         if not departs:
             self._unconfirmed = None
+            if self._measures_again:
+                self._measurements.remove(first)
+                self._note(measurement, num_steps)
+                return True
         if self._num_departed < self._patience:
             return False
         self._measurements = [m for m in self._measurements if m is not self._unconfirmed]
         self._environment += 1
         self._num_departed, self._patience = 0, 2 * self._patience
+        self._measures_again = False
         self._tried, self._is_on_trial = {self.current}, False
         self._measurements.append(measurement._replace(environment=self._environment))
         before_s, now_s = format_s(math.exp(first.log_s)), format_s(math.exp(measurement.log_s))
@@ -182,10 +185,9 @@ class Replanner:
         self._window.clear()
 
     def measure_again(self) -> None:
-        """Forgets the first window of the plan that runs: the next one takes its place, next to that of a trial."""
+        """Lets the next window that is like the first one of the plan that runs take its place, near a trial."""
         self._window.clear()
-        known = self._first_window(self.current)
-        self._measurements = [m for m in self._measurements if m is not known]
+        self._measures_again = True
 
     def way_back(self, num_steps: int, steps_left: int, prices: Prices) -> int | None:
         """Returns the plan to leave a plan on trial for, after its first window; None to stay."""
@@ -233,7 +235,7 @@ class Replanner:
         self.current = number
         self._tried.add(number)
         self._window.clear()
-        self._num_departed = 0
+        self._num_departed, self._measures_again = 0, False
 
     def refuse(self, number: int, num_steps: int, reason: str) -> None:
         """Notes that a plan cannot be run: it is not proposed again in this environment."""
@@ -281,6 +283,13 @@ class Replanner:
             self.plans.append(plan)
             self._keys.append(key)
         return self._keys.index(key)
+
+    def _note(self, measurement: Measurement, num_steps: int) -> None:
+        """Takes a window for the first one of the plan that runs."""
+        self._measures_again = False
+        self._measurements.append(measurement)
+        spread = format_percent(measurement.deviation)
+        self.tell(num_steps, self.current, "measured", f"{format_s(math.exp(measurement.log_s))} ± {spread}")
 
     def _measured(self) -> Measurement:
         """Returns the median of a full window, with what its spread says of the median's deviation."""

@@ -181,6 +181,8 @@ class SearchingStep:
         if settings != jax_settings():
             raise ValueError("JAX's settings were changed for one thread only: change them by `jax.config.update`.")
         number = replanner.proposal(num_steps, self._steps_left, self._prices)
+        new = {id(plan) for plan in replanner.plans}
+        self._searched = {plan: step for plan, step in self._searched.items() if plan in new}
         if number is None or number in self._compiled or not self._steps_left:
             return number
         peak_bytes = self._compile(number, self._searched[id(replanner.plans[number])])

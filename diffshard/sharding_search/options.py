@@ -344,10 +344,15 @@ def _is_of_axes(candidate: MeshCandidate, axes: Any) -> bool:
 def _check_mesh(mesh: Any) -> None:
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"`mesh` must be a jax.sharding.Mesh or AbstractMesh, not {type(mesh).__name__}.")
+    for axis, size in mesh.shape.items():
+        if size < 1:
+            raise ValueError(f"`mesh` must have a device or more along each axis; {axis!r} has {size}.")
 
 
 def _checked_positions(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
     """Returns positions of arguments as integers."""
+    if isinstance(numbers, str):
+        raise ValueError(f"`{name}` must be positions of arguments, not {numbers!r}; names are for `{name[:-4]}names`.")
     checked = [whole_number(number) for number in numbers]
     if any(number is None or number < 0 for number in checked):
         raise ValueError(f"`{name}` must be positions of arguments, 0 or more, not {tuple(numbers)!r}.")

@@ -124,7 +124,20 @@ def test_a_plan_is_measured_again_before_another_one_is_tried():
     number = replanner.proposal(WINDOW, 10**4, PRICES)
     assert number == 1
     replanner.measure_again()
-    assert record(replanner, 3 * step_s) == [True]  # a neighbour has come meanwhile
+    assert record(replanner, 1.1 * step_s, 2) == [True, False]
+    replanner.try_plan(number, 2 * WINDOW, "")
+    record(replanner, 1.05 * step_s)
+    assert replanner.way_back(3 * WINDOW, 10**4, PRICES) is None
+
+
+def test_a_machine_that_has_changed_before_a_trial_is_noticed_and_the_trial_is_compared_in_its_environment():
+    replanner, step_s = replanner_that_finds(GOOD), plan_with(FIRST).step_s
+    record(replanner, step_s)
+    number = replanner.proposal(WINDOW, 10**4, PRICES)
+    assert number == 1
+    replanner.measure_again()
+    assert record(replanner, 3 * step_s, FIRST_PATIENCE) == [False] * (FIRST_PATIENCE - 1) + [True]
+    assert replanner.history[-1].action == "environment changed"
     replanner.try_plan(number, 2 * WINDOW, "")
     record(replanner, 2 * step_s)
     assert replanner.way_back(3 * WINDOW, 10**4, PRICES) is None

@@ -52,6 +52,7 @@ def test_foreign_files_are_refused(tmp_path, text, message):
         ({"hardware": SLOW, "donate_argnums": 1, "static_argnums": 1}, ValueError, "share a position"),
         ({"hardware": SLOW, "donate_argnums": 1.5}, ValueError, r"`donate_argnums` must be positions.*\(1.5,\)"),
         ({"hardware": SLOW, "static_argnums": "0"}, ValueError, "`static_argnums` must be positions"),
+        ({"hardware": SLOW, "donate_argnums": "state"}, ValueError, "not 'state'; names are for `donate_argnames`"),
         ({"hardware": SLOW, "static_argnames": 0}, ValueError, "`static_argnames` has 0"),
         ({"hardware": SLOW, "time_limit_s": "1"}, ValueError, "`time_limit_s` .*not '1'"),
         ({"hardware": SLOW, "time_limit_s": True}, ValueError, "`time_limit_s` .*not True"),
@@ -65,6 +66,11 @@ def test_foreign_files_are_refused(tmp_path, text, message):
 def test_bad_options_are_refused_before_tracing(options, error, message):
     with pytest.raises(error, match=message):
         diffshard.search(train_step, mesh_2x2(), **options)
+
+
+def test_a_mesh_without_devices_along_an_axis_is_refused():
+    with pytest.raises(ValueError, match="`mesh` must have a device or more along each axis; 'y' has 0"):
+        diffshard.search(train_step, AbstractMesh((2, 0), ("x", "y")), hardware=SLOW)
 
 
 def test_numbers_of_all_kinds_and_none_are_options():
