@@ -258,7 +258,10 @@ def hardware_for(hardware: Hardware | str | None, mesh: Mesh | AbstractMesh) -> 
 
 def positions(argnums: int | Sequence[int] | None) -> tuple[int, ...]:
     """Returns positions of arguments as a tuple; a single one may be given as a number, and None is none."""
-    return tuple(argnums) if isinstance(argnums, Iterable) else () if argnums is None else (argnums,)
+    if argnums is None:
+        return ()
+    given: Any = argnums
+    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
 
 
 def argument_names(argnames: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -351,9 +354,10 @@ def _check_mesh(mesh: Any) -> None:
 
 def _checked_positions(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
     """Returns positions of arguments as integers."""
-    if isinstance(numbers, str):
-        raise ValueError(f"`{name}` must be positions of arguments, not {numbers!r}; names are for `{name[:-4]}names`.")
     checked = [whole_number(number) for number in numbers]
     if any(number is None or number < 0 for number in checked):
-        raise ValueError(f"`{name}` must be positions of arguments, 0 or more, not {tuple(numbers)!r}.")
+        raise ValueError(
+            f"`{name}` must be positions of arguments, 0 or more, not {tuple(numbers)!r}; "
+            f"`{name[:-4]}names` takes names."
+        )
     return tuple(number for number in checked if number is not None)
