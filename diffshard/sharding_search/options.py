@@ -256,12 +256,11 @@ def hardware_for(hardware: Hardware | str | None, mesh: Mesh | AbstractMesh) -> 
     return hardware
 
 
-def positions(argnums: int | Sequence[int] | None) -> tuple[int, ...]:
+def positions(argnums: Any) -> tuple[Any, ...]:
     """Returns positions of arguments as a tuple; a single one may be given as a number, and None is none."""
-    if argnums is None:
-        return ()
-    given: Any = argnums
-    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+    if isinstance(argnums, Iterable) and not isinstance(argnums, str):
+        return tuple(argnums)
+    return () if argnums is None else (argnums,)
 
 
 def argument_names(argnames: str | Sequence[str] | None) -> tuple[str, ...]:
