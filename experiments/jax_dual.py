@@ -2,7 +2,7 @@
 
     python -m experiments.jax_dual [--layers 2 25 250] [--instances B G K] [--seconds 10]
 
-Both climb the same dual of the presolved problem for the same processor time: the library's sweeps in NumPy, and Adam
+Both maximise the same dual of the presolved problem in the same processor time: the library's sweeps in NumPy, and Adam
 along `jax.grad` of `dual_value`, compiled once for each problem. Edges are padded to sizes that are powers of two and
 lie in dense arrays by size, so that the gradient of an edge needs no scatter. Compilation is told apart; with JAX's
 persistent cache a second run of the same shapes reads the program.
@@ -132,8 +132,8 @@ def _softmin(rows: jax.Array, temperature: jax.Array) -> jax.Array:
     return jnp.where(temperature > 0, -t * jax.nn.logsumexp(-rows / t, axis=1), jnp.min(rows, axis=1))
 
 
-class Climb(NamedTuple):
-    """A climbed dual.
+class AscentResult(NamedTuple):
+    """What an ascent of the dual reached.
 
     Attributes:
       bound: the best one at temperature 0.
@@ -147,17 +147,17 @@ class Climb(NamedTuple):
     cpu_s: float
 
 
-def climb_by_sweeps(flat: Flat, seconds: float) -> Climb:
+def ascend_by_sweeps(flat: Flat, seconds: float) -> AscentResult:
     """Returns what the library's sweeps reach."""
     begin = time.process_time()
     ascent, steps = Ascent(flat), 0
     while (progress := (time.process_time() - begin) / seconds) < 1:
         ascent.step(progress)
         steps += 1
-    return Climb(ascent.certified_bound(), steps, 0.0, time.process_time() - begin)
+    return AscentResult(ascent.certified_bound(), steps, 0.0, time.process_time() - begin)
 
 
-def climb_by_gradient(flat: Flat, seconds: float, rate: float) -> Climb:
+def ascend_by_gradient(flat: Flat, seconds: float, rate: float) -> AscentResult:
     """Returns what Adam along the gradient reaches; prices of memory and loads follow it as those of the sweeps do."""
     begin = time.process_time()
     unit = float(np.abs(flat.cost).sum()) / max(len(flat.sizes), 1) or 1.0
@@ -166,8 +166,8 @@ def climb_by_gradient(flat: Flat, seconds: float, rate: float) -> Climb:
     memory, load = jnp.asarray(prices.memory, jnp.float32), jnp.asarray(prices.load, jnp.float32)
     step, state, cold = _compiled(problem, len(flat.sizes), flat, messages, memory, load)
     compile_s = time.process_time() - begin
-    best, steps, begin_climb = -np.inf, 0, time.process_time()
-    while (progress := (time.process_time() - begin_climb) / seconds) < 1:
+    best, steps, begin_ascent = -np.inf, 0, time.process_time()
+    while (progress := (time.process_time() - begin_ascent) / seconds) < 1:
         per_node = max(abs(best) if np.isfinite(best) else 1.0, 1e-3) / len(flat.sizes)
         first, last = _TEMPERATURES
         temperature = per_node * first * (last / first) ** progress
@@ -176,7 +176,7 @@ def climb_by_gradient(flat: Flat, seconds: float, rate: float) -> Climb:
             best = max(best, float(cold(problem, messages, memory, load)))
         steps += 1
     best = max(best, float(cold(problem, messages, memory, load)))
-    return Climb(best * unit, steps, compile_s, time.process_time() - begin_climb)
+    return AscentResult(best * unit, steps, compile_s, time.process_time() - begin_ascent)
 
 
 def _compiled(
@@ -218,18 +218,18 @@ def problems(instances: Sequence[str], layers: Sequence[int]) -> Mapping[str, Ca
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints both climbs of each problem."""
+    """Prints both ascents of each problem."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", nargs="*", type=int, default=[2, 25, 250], help="of generated problems")
     parser.add_argument("--instances", nargs="*", default=["B", "G", "K"], help="of the contest")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of the processor for each climb")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of the processor for each ascent")
     parser.add_argument("--rate", type=float, default=1.0, help="of Adam, in temperatures")
     options = parser.parse_args(argv)
     rows = []
     for name, make in problems(options.instances, options.layers).items():
         flat = with_ceiling(flatten(presolve(make()).problem))
-        sweeps = climb_by_sweeps(flat, options.seconds)
-        descent = climb_by_gradient(flat, options.seconds, options.rate)
+        sweeps = ascend_by_sweeps(flat, options.seconds)
+        descent = ascend_by_gradient(flat, options.seconds, options.rate)
         rows.append((
             name, len(flat.sizes), int(len(flat.source) / 2), f"{sweeps.bound:.6g}", sweeps.steps,
             f"{1e3 * sweeps.cpu_s / max(sweeps.steps, 1):.2f}", f"{descent.bound:.6g}", descent.steps,

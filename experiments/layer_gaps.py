@@ -1,11 +1,11 @@
-"""Where the gaps on generated layers come from: the plan, the climb of the dual, or the relaxation that it climbs to.
+"""Where the gaps on generated layers come from: the plan, the ascent of the dual, or the relaxation that bounds it.
 
     python -m experiments.layer_gaps [--nodes 80 1000]
 
-The dual climbs to the optimum of a linear programme, which HiGHS solves here. Small problems are also solved exactly.
-The last column leaves the memory limit out and adds what memory costs at the climbed prices to the nodes instead. What
-lies between a plan and the bound there is not due to the limit: it is due to cycles, and to what the search misses.
-Needs the extra `exact`.
+The ascent converges to the optimum of a linear programme, which HiGHS solves here. Small problems are solved
+exactly, too. The last column leaves the memory limit out and adds what memory costs at the last prices to the nodes
+instead. What lies between a plan and the bound there is not due to the limit: it is due to cycles, and to what the
+search misses. Needs the extra `exact`.
 """
 
 import argparse
@@ -32,7 +32,7 @@ _EXACT_LIMIT_S = 300.0
 
 
 def relaxed_optimum(problem: Problem) -> float:
-    """Returns the optimum of the linear programme that the dual climbs to, by HiGHS's interior points."""
+    """Returns the optimum of the linear programme that bounds the dual, by HiGHS's interior points."""
     reduction = presolve(problem)
     here = window(reduction.problem, math.inf)
     if here is None:
@@ -52,8 +52,8 @@ def relaxed_optimum(problem: Problem) -> float:
     return here.least + highs.getInfo().objective_function_value * here.unit + reduction.constant
 
 
-def climbed(problem: Problem, sweeps: int) -> Ascent:
-    """Returns the climbed dual."""
+def ascended(problem: Problem, sweeps: int) -> Ascent:
+    """Returns the dual after a number of sweeps."""
     ascent = Ascent(with_ceiling(flatten(problem)))
     for i in range(sweeps):
         ascent.step(i / sweeps)
@@ -61,7 +61,7 @@ def climbed(problem: Problem, sweeps: int) -> Ascent:
 
 
 def gap_at_prices(problem: Problem, ascent: Ascent) -> float:
-    """Returns the gap that is left without the memory limit, where memory costs what it does at the climbed prices."""
+    """Returns the gap that is left without the memory limit, where memory costs what it does at the last prices."""
     flat, prices = ascent.flat, ascent.best[1]
     none = np.zeros(0, np.int64)
     unlimited = problem._replace(
@@ -93,12 +93,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for nodes in options.nodes:
         problem = layered_problem(0, max(nodes // 40, 1), binding=0.7)
         plan = solve(problem, solver=SHORT_SEARCH)
-        climbs = [climbed(problem, sweeps) for sweeps in _NUM_SWEEPS]
-        bounds = [*(climb.certified_bound() for climb in climbs), relaxed_optimum(problem)]
+        ascents = [ascended(problem, sweeps) for sweeps in _NUM_SWEEPS]
+        bounds = [*(ascent.certified_bound() for ascent in ascents), relaxed_optimum(problem)]
         rows.append((
             f"{len(problem.node_cost):,}", f"{plan.cost:.6f}", _optimum_share(problem, plan),
             *(f"{bound / plan.cost:.3f}" for bound in bounds),
-            f"{gap_at_prices(problem, climbs[-1]):.1%}",
+            f"{gap_at_prices(problem, ascents[-1]):.1%}",
         ))  # fmt: skip
     sweeps = tuple(f"{count} sweeps" for count in _NUM_SWEEPS)
     columns = ("nodes", "plan", "optimum", *sweeps, "linear programme", "gap at prices, no limit")

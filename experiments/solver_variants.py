@@ -19,7 +19,7 @@ from diffshard.solving.moves.polish import rounded_choice
 from diffshard.solving.phases.improving import Annealing, Branches, Neighbourhoods, SideBySide, TemperedChains
 from diffshard.solving.phases.starts import (
     Clock,
-    DualClimb,
+    DualAscent,
     DualStarts,
     Phase,
     QuotientStart,
@@ -30,8 +30,8 @@ from diffshard.solving.phases.starts import (
 from diffshard.solving.solvers import gradient
 
 
-class NoClimb:
-    """A climb without sweeps: the only start is read off the node costs, and the bound is that of zero messages."""
+class NoAscent:
+    """An ascent without sweeps: the only start is read off the node costs, and the bound is that of zero messages."""
 
     def init(self, flat: Flat) -> Ascent:
         """Returns the dual at zero messages."""
@@ -57,7 +57,7 @@ def grow_single_nodes(flat: Flat, order: np.ndarray) -> Forest:
 
 
 def last_start_only(search: Search) -> Iterator[float]:
-    """Makes forest moves from the climbed dual's own rounding; a phase in the place of `DualStarts`."""
+    """Makes forest moves from the rounding of the last dual; a phase in the place of `DualStarts`."""
     return moves_from(search, search.starts[0], DualStarts().num_moves)
 
 
@@ -99,12 +99,12 @@ VARIANTS: dict[str, Solver] = {
     "presolve": gradient.solve,
     "dual": functools.partial(
         gradient.solve,
-        climb=NoClimb(),
+        dual_ascent=NoAscent(),
         phases=functools.partial(
             edited_phases, edit=functools.partial(with_settings, settings={DualStarts: {"num_sweeps": 0}})
         ),
     ),
-    "prices": functools.partial(gradient.solve, climb=DualClimb(price_step=constant_prices)),
+    "prices": functools.partial(gradient.solve, dual_ascent=DualAscent(price_step=constant_prices)),
     "tying": without(QuotientStart),
     "starts": functools.partial(gradient.solve, phases=functools.partial(edited_phases, edit=_starts_replaced)),
     "forests": functools.partial(gradient.solve, grow=grow_single_nodes),
@@ -127,7 +127,7 @@ def _shortened(phase: Phase) -> Phase | None:
 
 SHORT_SEARCH = functools.partial(
     gradient.solve,
-    climb=DualClimb(num_sweeps=60),
+    dual_ascent=DualAscent(num_sweeps=60),
     phases=functools.partial(edited_phases, edit=_shortened),
 )
-"""A search that does the same work for each node at every size: one climb, one start, ten rounds of neighbourhoods."""
+"""A search that does the same work for each node at every size: one ascent, one start, ten rounds of neighbourhoods."""

@@ -47,9 +47,9 @@ from search_spaces.expert_groups import ExpertGroupSpace
 
 _SOLVED_COUNTS = 3
 """Numbers of groups, the most promising ones, for which the solver is asked; chosen by hand."""
-_MOST_CLIMBED_WORKERS = 32
-"""Workers up to which the whole "gradient" is the default. Its climb takes ten times as long as descents alone for more
-workers, and found nothing better on those of `experiments.expert_groups`."""
+_MOST_ASCENT_WORKERS = 32
+"""Workers up to which the whole "gradient" is the default. Its ascent takes ten times as long as descents alone for
+more workers, and found nothing better on those of `experiments.expert_groups`."""
 
 
 def group_experts(
@@ -125,7 +125,7 @@ def group_experts(
         bounds_s = lower_bounds_s(workers, step)
         bound_s = float(bounds_s.min())
         if solver is None:
-            solver = "gradient" if workers.num_workers <= _MOST_CLIMBED_WORKERS else LEVELLING
+            solver = "gradient" if workers.num_workers <= _MOST_ASCENT_WORKERS else LEVELLING
         best, ended = _best_by_solver(workers, step, merged, bounds_s, **{**options, "solver": solver})
     groups = tuple(_fastest_first(workers, group) for group in sorted(best.groups))
     return GroupPlan(

@@ -7,7 +7,7 @@ A problem passes through these rooms:
   what sums in float64 may lose.
 - `solvers/` has a file for each solver, and says how to choose among them. The default, `gradient`, is composed of the
   objects in `phases/`.
-- `dual/` has the Lagrangian dual: messages and prices, the climb that gives the lower bound, and branching on it.
+- `dual/` has the Lagrangian dual: messages and prices, the ascent that gives the lower bound, and branching on it.
 - `moves/` has what improves a choice: exact moves of forests, neighbourhoods, single nodes and Markov chains.
 
 All of them work on the same layout, a problem as flat arrays (`flat.py`). Beside them stand `form.py`, problems in

@@ -2,7 +2,7 @@
 
 1. The tied problem, in which alike nodes take equal strategies, is solved. It has the nodes of one layer instead of
    all; its choices are choices of the problem, and treat equal layers equally.
-2. The whole problem is presolved and its dual climbed for a bound. The tied choice is the answer where it is near.
+2. The whole problem is presolved and its dual maximised for a bound. The tied choice is the answer where it is near.
 3. Else the ties are loosened where the neighbours of alike nodes differ, as at the first and the last layer. If that is
    not near enough either, the solver goes on with the whole problem.
 

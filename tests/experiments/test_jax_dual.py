@@ -68,10 +68,10 @@ def test_its_gradient_is_the_relaxed_choice():
     np.testing.assert_allclose(jax.grad(of_costs)(padded.cost), weights, rtol=1e-4)
 
 
-def test_both_climbs_reach_the_optimum_of_a_chain_and_the_table_is_printed(monkeypatch, capsys):
+def test_both_ascents_reach_the_optimum_of_a_chain_and_the_table_is_printed(monkeypatch, capsys):
     monkeypatch.setattr(jax_dual, "problems", lambda *_: {"ring": coupled_ring})
     flat = with_ceiling(flatten(PAIR))
-    assert jax_dual.climb_by_sweeps(flat, 0.1).bound == pytest.approx(2.0, rel=1e-4)
-    assert jax_dual.climb_by_gradient(flat, 0.3, 1.0).bound == pytest.approx(2.0, rel=1e-2)
+    assert jax_dual.ascend_by_sweeps(flat, 0.1).bound == pytest.approx(2.0, rel=1e-4)
+    assert jax_dual.ascend_by_gradient(flat, 0.3, 1.0).bound == pytest.approx(2.0, rel=1e-2)
     jax_dual.main(["--seconds", "0.1"])
     assert "bound by gradient" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Climbing the dual: the memory and loads that a relaxed choice takes tell each price whether to rise or to fall.
+"""Ascent of the dual: the memory and loads that a relaxed choice takes tell each price whether to rise or to fall.
 
 The relaxed choice is the softmax of the node costs with all messages absorbed. What it takes beyond the limits is the
 gradient of the smoothed dual with respect to the prices, so prices follow it in multiplicative steps while the
@@ -87,7 +87,7 @@ class PriceStep(Protocol):
         Args:
           weights: `[N]` the relaxed choice.
           bound_size: a size of the bound, positive.
-          progress: of the climb, 0 to 1.
+          progress: of the ascent, 0 to 1.
         """
         ...
 
@@ -123,7 +123,7 @@ def step_memory_prices(memory: np.ndarray, excess: np.ndarray, least: np.ndarray
 
 
 class Ascent:
-    """The state of the climb. `step` is one iteration; `certified_bound` turns the best of it into a valid bound.
+    """The state of the ascent. `step` is one iteration; `certified_bound` turns the best of it into a valid bound.
 
     Attributes:
       bound: the best so far, in float32 sums.
@@ -144,7 +144,7 @@ class Ascent:
         self._begin(np.zeros(self.layout.num_messages + 1), initial_prices(flat))
 
     def branch(self, flat: Flat) -> "Ascent":
-        """Returns a climb that starts from the best of this one, for a problem with other node costs on its graph."""
+        """Returns an ascent that starts from the best of this one, for a problem with other node costs on its graph."""
         child = copy.copy(self)
         child.flat, child._parent_size = flat, abs(self.bound)
         child._begin(*self.best)
@@ -223,7 +223,7 @@ def _largest_cost(flat: Flat) -> float:
 
 
 _SWEEPS_PER_BRANCH = 40  # chosen by hand on the contest's instances, as all numbers here
-_PROGRESS = 0.2, 0.8  # of a climb, in the first and the last sweep of a branch
+_PROGRESS = 0.2, 0.8  # of an ascent, in the first and the last sweep of a branch
 _RANGE_WEIGHT = 0.1  # of the range of what a node's strategies use, beside the spread that the relaxed choice mixes
 _MEMORY_TOLERANCE = 1e-7  # of the memory in use: what a choice may exceed the limit by, before its branch is closed
 _NO_USE = 1e-12  # of the largest use at the prices: a smaller spread counts as none
@@ -235,7 +235,7 @@ class Branch(NamedTuple):
     Attributes:
       bound: on the cost of all of them.
       forbidden: `[N]` bool.
-      weights: `[N]` the mean of the relaxed choices in the second half of the climb.
+      weights: `[N]` the mean of the relaxed choices in the second half of the ascent.
     """
 
     bound: float
@@ -245,7 +245,7 @@ class Branch(NamedTuple):
 
 
 class Branching:
-    """The branches of one problem, each waiting to be climbed, open or closed."""
+    """The branches of one problem, each waiting for its ascent, open or closed."""
 
     def __init__(self, ascent: Ascent, bound: float):
         self.flat, self.last_ascent = ascent.flat, ascent
@@ -271,7 +271,7 @@ class Branching:
         """
         if not self._pending and not self._branch():
             return False
-        branch = self._climb(self._pending.pop(), best_cost)
+        branch = self._ascend(self._pending.pop(), best_cost)
         if branch.bound >= best_cost - OPTIMAL_GAP * abs(best_cost):
             self._least_closed_bound = min(self._least_closed_bound, branch.bound)
         else:
@@ -291,8 +291,8 @@ class Branching:
             return True
         return False
 
-    def _climb(self, branch: Branch, best_cost: float) -> Branch:
-        """Climbs the branch's own dual; returns the branch with it and its certified bound."""
+    def _ascend(self, branch: Branch, best_cost: float) -> Branch:
+        """Maximises the branch's own dual; returns the branch with it and its certified bound."""
         penalty = 2 * (abs(best_cost) + abs(branch.bound))
         flat = self.flat._replace(cost=self.flat.cost + penalty * branch.forbidden)
         ascent = self.last_ascent = branch.ascent.branch(flat)

@@ -3,7 +3,7 @@
 Forest moves come down to a local optimum near their start. Duals of slightly different problems, with noise on the
 costs and other prices of memory, round to starts far enough from each other to reach different ones.
 
-The climb rounds the dual at several moments: the rounding of an early, hot dual and that of the last one are good
+The ascent rounds the dual at several moments: the rounding of an early, hot dual and that of the last one are good
 choices in different ways. One more start is the problem in which equal layers take equal strategies: single moves and
 forests change one layer at a time and pay for the difference to its neighbours, and the quotient changes all of them at
 once.
@@ -75,8 +75,8 @@ class Search:
 
     Attributes:
       polish: the choice under improvement, the best so far, and the random numbers.
-      starts: choices read off the dual during the climb, the last and best first.
-      bound: on the cost of every feasible choice, from the climb.
+      starts: choices read off the dual during the ascent, the last and best first.
+      bound: on the cost of every feasible choice, from the ascent.
       key: a JAX random key for phases that run a solver of their own.
     """
 
@@ -99,7 +99,7 @@ class Search:
         return max(abs(self.bound), 1e-30) / len(self.flat.sizes)
 
 
-class Climb(Protocol):
+class AscentPhase(Protocol):
     """What raises the dual's bound before there is a choice."""
 
     def init(self, flat: Flat) -> Ascent:
@@ -107,7 +107,7 @@ class Climb(Protocol):
         ...
 
     def __call__(self, ascent: Ascent, clock: Clock) -> Iterator[Start]:
-        """Climbs, and yields at least one start; the last one is of the climbed dual."""
+        """Raises the bound, and yields at least one start; the last one is of the dual after the last sweep."""
         ...
 
 
@@ -123,18 +123,18 @@ class Phase(Protocol):
 
 
 @dataclass(frozen=True)
-class DualClimb:
-    """A climb that rounds the dual on its way; all numbers were chosen by hand on the contest's instances.
+class DualAscent:
+    """An ascent that rounds the dual on its way; all numbers were chosen by hand on the contest's instances.
 
     Attributes:
       num_sweeps: without a time limit.
-      end_share: of the time limit, when the climb ends.
-      first_start: how far the climb is when the first start is read off.
+      end_share: of the time limit, when the ascent ends.
+      first_start: how far the ascent is when the first start is read off.
       start_interval: how much further it is at each next one.
-      stall_sweeps: where no memory can run out, the climb ends when the bound rose by at most `stall_rise` in so many.
+      stall_sweeps: where no memory can run out, the ascent ends when the bound rose by at most `stall_rise` in so many.
       stall_rise: as a share of the bound.
       least_sweeps: made however short the time is, as a dual at its first messages has no good choices, and before the
-        climb can stall.
+        ascent can stall.
       price_step: how prices answer to the relaxed choice.
     """
 
@@ -153,12 +153,12 @@ class DualClimb:
         return Ascent(flat, price_step=self.price_step)
 
     def __call__(self, ascent: Ascent, clock: Clock) -> Iterator[Start]:
-        """Climbs; yields starts on the way and one at the end."""
+        """Raises the bound; yields starts on the way and one at the end."""
         bounds: list[float] = []
         next_start = self.first_start
         progress = clock.progress(self.num_sweeps, self.end_share)
         for i in itertools.count():
-            # Whichever of the two ends the climb, the temperature must have fallen by then.
+            # Whichever of the two ends the ascent, the temperature must have fallen by then.
             share = min(max(progress(i), i / self.most_sweeps), i / self.least_sweeps)
             if share >= 1:
                 break
@@ -184,20 +184,20 @@ def _read_off(ascent: Ascent) -> Start:
 _SETTLING_RATE, _SETTLING_GROWTH = 0.1, 1.05
 """By what share prices rise in the first settling move, and how much faster in each next one; chosen by hand on
 generated layers of 1,000 and 10,000 nodes."""
-MOST_CLIMB_STARTS = 3
-"""Starts of the climb that are tried, the last ones; chosen by hand on the contest's instances."""
+MOST_ASCENT_STARTS = 3
+"""Starts of the ascent that are tried, the last ones; chosen by hand on the contest's instances."""
 
 
 @dataclass(frozen=True)
 class DualStarts:
-    """Starts off the climb, then off perturbed duals; all numbers were chosen by hand on the contest's instances.
+    """Starts off the ascent, then off perturbed duals; all numbers were chosen by hand on the contest's instances.
 
     Attributes:
       num_starts: without a time limit.
       num_settling_moves: at most, after a start with no move that fits the memory, until one fits: prices then only
         rise. On a large problem some of many times is always exceeded at prices that fall again.
       end_share: of the time limit, when the phase ends.
-      least_share: of the time limit, that the phase has where the climb lasted beyond that end.
+      least_share: of the time limit, that the phase has where the ascent lasted beyond that end.
       most_noise: of a perturbed dual's costs, in the bound's cost per node.
     """
 

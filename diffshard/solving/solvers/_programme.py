@@ -13,7 +13,7 @@ Each constraint is built by one function:
     z[g] >= Σ_v Σ_s L[v, s, r] x[v, s] - L0[r] for each load r of group g  `_loads`
 
 over integer x in {0, 1} and continuous y in [0, 1], m and z >= 0, with the cost Σ c x + Σ T y + Σ z. Integer x make y
-integer. The relaxation is the one whose dual the gradient solver climbs.
+integer. The relaxation is the one whose dual the gradient solver maximises.
 
 Source: Zheng et al., "Alpa" (OSDI 2022), section 4.2, with the tighter edge constraints of Wainwright and Jordan,
 "Graphical Models, Exponential Families, and Variational Inference" (2008), eq. 4.4. That a bound from inexact duals is

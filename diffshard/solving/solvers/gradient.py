@@ -1,6 +1,6 @@
-"""The default: climbs the dual along its marginals, reads choices off it, and improves the best of them.
+"""The default: maximises the dual along its marginals, reads choices off it, and improves the best of them.
 
-1. `DualClimb` raises a lower bound. The gradient of the smoothed dual, at a temperature that falls, is a relaxed
+1. `DualAscent` raises a lower bound. The gradient of the smoothed dual, at a temperature that falls, is a relaxed
    choice: rows of softmax weights. Prices follow what it takes of memory and loads.
 2. `QuotientStart` solves the much smaller problem in which equal layers take equal strategies, and `DualStarts` rounds
    the dual and perturbed duals. Exact moves of random forests, at prices that keep the memory, polish each start.
@@ -29,10 +29,10 @@ from diffshard.solving.moves.forest import Grow, grow_forest
 from diffshard.solving.moves.polish import Polish
 from diffshard.solving.phases.improving import Annealing, Branches, Neighbourhoods, SideBySide, TemperedChains
 from diffshard.solving.phases.starts import (
-    MOST_CLIMB_STARTS,
-    Climb,
+    MOST_ASCENT_STARTS,
+    AscentPhase,
     Clock,
-    DualClimb,
+    DualAscent,
     DualStarts,
     Phase,
     QuotientStart,
@@ -45,7 +45,7 @@ MOST_ENUMERATED = 1 << 16
 """Choices up to which all are enumerated, which takes about 10 ms; chosen by hand."""
 MOST_NODES_OF_SMALL = 500  # up to which a graph is worth branches and chains; chosen by hand on the contest's instances
 _YIELDS_PER_PROPOSAL = 10  # a proposal's exact price takes about as long as a move; chosen by hand
-_CLIMB = DualClimb()
+_DUAL_ASCENT = DualAscent()
 
 
 def default_phases(problem: Problem) -> tuple[Phase, ...]:
@@ -72,7 +72,7 @@ def solve(
     *,
     time_limit_s: float | None = None,
     key: jax.Array,
-    climb: Climb = _CLIMB,
+    dual_ascent: AscentPhase = _DUAL_ASCENT,
     phases: Callable[[Problem], Sequence[Phase]] = default_phases,
     grow: Grow = grow_forest,
     most_enumerated: int = MOST_ENUMERATED,
@@ -83,7 +83,7 @@ def solve(
       problem: see `diffshard.base.Solver`.
       time_limit_s: the same.
       key: the same.
-      climb: raises the bound and reads starts off the dual.
+      dual_ascent: raises the bound and reads starts off the dual.
       phases: returns what improves the choice, one after the other.
       grow: makes the forests whose nodes move together.
       most_enumerated: choices up to which all are enumerated.
@@ -92,17 +92,17 @@ def solve(
         yield from exhaustive.solve(problem)
         return
     clock, flat, rng = Clock(time_limit_s), with_ceiling(flatten(problem)), numpy_generator(key)
-    ascent = climb.init(flat)
+    ascent = dual_ascent.init(flat)
     exact_layout = lay_out(flat, np.float64)
     starts: list[Start] = []
-    for start in climb(ascent, clock):
+    for start in dual_ascent(ascent, clock):
         starts.append(start)
-        # Without a time limit an early bound can end the search; with one, the time is better spent on the climb.
+        # Without a time limit an early bound can end the search; with one, the time is better spent on the ascent.
         yield Proposal(start.choice, ascent.certified_bound(exact_layout) if time_limit_s is None else -math.inf)
     bound = ascent.certified_bound(exact_layout)
     yield Proposal(lower_bound=bound)
     polish = Polish(flat, rng, starts[-1].choice, ascent.best[1], bound, grow)
-    last_starts = tuple(starts[: -MOST_CLIMB_STARTS - 1 : -1])
+    last_starts = tuple(starts[: -MOST_ASCENT_STARTS - 1 : -1])
     search = Search(problem, ascent, polish, last_starts, bound, clock, key)
     yield from _improve(search, phases(problem))
 

@@ -1,4 +1,4 @@
-"""The climb: its bound holds at every moment."""
+"""The ascent: its bound holds at every moment."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from tests.diffshard.solving.random_problems import EMPTY, KINDS, optimum, small
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_dual_bound_holds_against_exhaustive_search(kind):
-    """At every moment of the climb, and tight where the graph is a tree without coupling."""
+    """At every moment of the ascent, and tight where the graph is a tree without coupling."""
     for seed in range(20):
         problem = small_problem(seed, **KINDS[kind])
         least = optimum(problem)

@@ -10,7 +10,7 @@ import pytest
 from cost.base import Problem
 from cost.evaluation import evaluate
 from diffshard.solving.phases.improving import Annealing, Branches, Neighbourhoods, TemperedChains
-from diffshard.solving.phases.starts import DualClimb, DualStarts, Phase, QuotientStart
+from diffshard.solving.phases.starts import DualAscent, DualStarts, Phase, QuotientStart
 from diffshard.solving.presolve.base import identity
 from diffshard.solving.presolve.pipeline import presolve
 from diffshard.solving.solve import solve
@@ -31,7 +31,7 @@ def _short_phases(problem: Problem) -> tuple[Phase, ...]:
     return edited_phases(problem, functools.partial(with_settings, settings=settings))
 
 
-_short = functools.partial(gradient.solve, climb=DualClimb(num_sweeps=40), phases=_short_phases)
+_short = functools.partial(gradient.solve, dual_ascent=DualAscent(num_sweeps=40), phases=_short_phases)
 
 
 @pytest.fixture(scope="module")
