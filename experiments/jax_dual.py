@@ -21,8 +21,8 @@ import optax
 
 from cost.base import Problem
 from diffshard.solving import contest
+from diffshard.solving.csr import CSRProblem, group_sizes, to_csr, with_ceiling
 from diffshard.solving.dual.ascent import Ascent, initial_prices
-from diffshard.solving.flat import Flat, flatten, group_sizes, with_ceiling
 from diffshard.solving.presolve.pipeline import presolve
 from experiments.iopddl import INSTANCES
 from experiments.layered import layered_problem
@@ -52,7 +52,7 @@ class DualProblem(NamedTuple):
       cost: `[N]`.
       node: `[N]` the node of each strategy.
       groups: the edges by size.
-      usage: values and their strategies and usages; `interval` and `slack` as in `Flat`.
+      usage: values and their strategies and usages; `interval` and `slack` as in `CSRProblem`.
       load: `[N, R]`.
     """
 
@@ -68,37 +68,37 @@ class DualProblem(NamedTuple):
 Messages = tuple[tuple[jax.Array, jax.Array], ...]
 
 
-def dual_problem(flat: Flat, unit: float) -> DualProblem:
-    """Returns a flat problem in dense groups of edges, in float32."""
-    forward = np.flatnonzero(flat.source < flat.target)
-    width = 1 << np.ceil(np.log2(np.maximum(flat.sizes, 1))).astype(int)
-    shape = np.stack([width[flat.source[forward]], width[flat.target[forward]]], axis=1)
+def dual_problem(csr: CSRProblem, unit: float) -> DualProblem:
+    """Returns a problem in dense groups of edges, in float32."""
+    forward = np.flatnonzero(csr.source < csr.target)
+    width = 1 << np.ceil(np.log2(np.maximum(csr.sizes, 1))).astype(int)
+    shape = np.stack([width[csr.source[forward]], width[csr.target[forward]]], axis=1)
     groups = []
     for x, y in np.unique(shape, axis=0).tolist() if len(forward) else ():
         edges = forward[(shape == (x, y)).all(axis=1)]
-        rows, columns = flat.sizes[flat.source[edges]], flat.sizes[flat.target[edges]]
+        rows, columns = csr.sizes[csr.source[edges]], csr.sizes[csr.target[edges]]
         s, t = np.arange(x)[None, :, None], np.arange(y)[None, None]
         inside = (s < rows[:, None, None]) & (t < columns[:, None, None])
-        at = np.where(inside, flat.matrix[edges][:, None, None] + s * columns[:, None, None] + t, 0)
+        at = np.where(inside, csr.matrix[edges][:, None, None] + s * columns[:, None, None] + t, 0)
         ends = [
-            np.where(np.arange(size) < count[:, None], flat.start[node][:, None] + np.arange(size), flat.start[-1])
-            for size, count, node in ((x, rows, flat.source[edges]), (y, columns, flat.target[edges]))
+            np.where(np.arange(size) < count[:, None], csr.start[node][:, None] + np.arange(size), csr.start[-1])
+            for size, count, node in ((x, rows, csr.source[edges]), (y, columns, csr.target[edges]))
         ]
-        matrix = np.where(inside, flat.entries[at] / unit, np.inf).astype(np.float32)
+        matrix = np.where(inside, csr.entries[at] / unit, np.inf).astype(np.float32)
         groups.append(EdgeGroup(jnp.asarray(matrix), *map(jnp.asarray, ends)))
-    usage = flat.usage.tocoo()
-    devices = max(flat.base.shape[1], 1)
-    limit = np.where(np.isfinite(flat.limit) & (flat.limit > 0), flat.limit, 1.0)
-    is_finite = np.isfinite(flat.limit)
+    usage = csr.usage.tocoo()
+    devices = max(csr.base.shape[1], 1)
+    limit = np.where(np.isfinite(csr.limit) & (csr.limit > 0), csr.limit, 1.0)
+    is_finite = np.isfinite(csr.limit)
     data = np.where(is_finite[usage.coords[1] % devices], usage.data / limit[usage.coords[1] % devices], 0.0)
     return DualProblem(
-        jnp.asarray(flat.cost / unit, jnp.float32),
-        jnp.asarray(np.repeat(np.arange(len(flat.sizes)), flat.sizes)),
+        jnp.asarray(csr.cost / unit, jnp.float32),
+        jnp.asarray(np.repeat(np.arange(len(csr.sizes)), csr.sizes)),
         tuple(groups),
         (jnp.asarray(data, jnp.float32), jnp.asarray(usage.coords[0]), jnp.asarray(usage.coords[1])),
-        jnp.asarray(flat.interval),
-        jnp.asarray(np.where(is_finite, (flat.limit - flat.base) / limit, 0.0), jnp.float32),
-        jnp.asarray(flat.load / unit, jnp.float32),
+        jnp.asarray(csr.interval),
+        jnp.asarray(np.where(is_finite, (csr.limit - csr.base) / limit, 0.0), jnp.float32),
+        jnp.asarray(csr.load / unit, jnp.float32),
     )
 
 
@@ -147,28 +147,28 @@ class AscentResult(NamedTuple):
     cpu_s: float
 
 
-def ascend_by_sweeps(flat: Flat, seconds: float) -> AscentResult:
+def ascend_by_sweeps(csr: CSRProblem, seconds: float) -> AscentResult:
     """Returns what the library's sweeps reach."""
     begin = time.process_time()
-    ascent, steps = Ascent(flat), 0
+    ascent, steps = Ascent(csr), 0
     while (progress := (time.process_time() - begin) / seconds) < 1:
         ascent.step(progress)
         steps += 1
     return AscentResult(ascent.certified_bound(), steps, 0.0, time.process_time() - begin)
 
 
-def ascend_by_gradient(flat: Flat, seconds: float, rate: float) -> AscentResult:
+def ascend_by_gradient(csr: CSRProblem, seconds: float, rate: float) -> AscentResult:
     """Returns what Adam along the gradient reaches; prices of memory and loads follow it as those of the sweeps do."""
     begin = time.process_time()
-    unit = float(np.abs(flat.cost).sum()) / max(len(flat.sizes), 1) or 1.0
-    problem, prices = dual_problem(flat, unit), initial_prices(flat)
+    unit = float(np.abs(csr.cost).sum()) / max(len(csr.sizes), 1) or 1.0
+    problem, prices = dual_problem(csr, unit), initial_prices(csr)
     messages = tuple((jnp.zeros(g.first.shape), jnp.zeros(g.second.shape)) for g in problem.groups)
     memory, load = jnp.asarray(prices.memory, jnp.float32), jnp.asarray(prices.load, jnp.float32)
-    step, state, cold = _compiled(problem, len(flat.sizes), flat, messages, memory, load)
+    step, state, cold = _compiled(problem, len(csr.sizes), csr, messages, memory, load)
     compile_s = time.process_time() - begin
     best, steps, begin_ascent = -np.inf, 0, time.process_time()
     while (progress := (time.process_time() - begin_ascent) / seconds) < 1:
-        per_node = max(abs(best) if np.isfinite(best) else 1.0, 1e-3) / len(flat.sizes)
+        per_node = max(abs(best) if np.isfinite(best) else 1.0, 1e-3) / len(csr.sizes)
         first, last = _TEMPERATURES
         temperature = per_node * first * (last / first) ** progress
         messages, memory, load, state = step(problem, messages, memory, load, state, temperature, rate * temperature)
@@ -180,12 +180,12 @@ def ascend_by_gradient(flat: Flat, seconds: float, rate: float) -> AscentResult:
 
 
 def _compiled(
-    problem: DualProblem, num_nodes: int, flat: Flat, messages: Messages, memory: jax.Array, load: jax.Array
+    problem: DualProblem, num_nodes: int, csr: CSRProblem, messages: Messages, memory: jax.Array, load: jax.Array
 ) -> tuple[Callable[..., Any], Any, Callable[..., Any]]:
     """Returns a step, its first state, and the bound, all compiled."""
     adam = optax.scale_by_adam()
     value = functools.partial(dual_value, num_nodes=num_nodes)
-    sizes = group_sizes(flat)
+    sizes = group_sizes(csr)
     group = jnp.asarray(np.repeat(np.arange(len(sizes)), sizes))
 
     @functools.partial(jax.jit, donate_argnums=(1, 4))
@@ -227,11 +227,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     rows = []
     for name, make in problems(options.instances, options.layers).items():
-        flat = with_ceiling(flatten(presolve(make()).problem))
-        sweeps = ascend_by_sweeps(flat, options.seconds)
-        descent = ascend_by_gradient(flat, options.seconds, options.rate)
+        csr = with_ceiling(to_csr(presolve(make()).problem))
+        sweeps = ascend_by_sweeps(csr, options.seconds)
+        descent = ascend_by_gradient(csr, options.seconds, options.rate)
         rows.append((
-            name, len(flat.sizes), int(len(flat.source) / 2), f"{sweeps.bound:.6g}", sweeps.steps,
+            name, len(csr.sizes), int(len(csr.source) / 2), f"{sweeps.bound:.6g}", sweeps.steps,
             f"{1e3 * sweeps.cpu_s / max(sweeps.steps, 1):.2f}", f"{descent.bound:.6g}", descent.steps,
             f"{1e3 * descent.cpu_s / max(descent.steps, 1):.2f}", f"{descent.compile_s:.1f}",
         ))  # fmt: skip

@@ -17,8 +17,8 @@ import numpy as np
 
 from cost.base import Problem
 from diffshard.base import Solution
+from diffshard.solving.csr import to_csr, with_ceiling
 from diffshard.solving.dual.ascent import Ascent, cost_at_prices, credit
-from diffshard.solving.flat import flatten, with_ceiling
 from diffshard.solving.presolve.pipeline import presolve
 from diffshard.solving.solve import solve
 from diffshard.solving.solvers._programme import window
@@ -54,7 +54,7 @@ def relaxed_optimum(problem: Problem) -> float:
 
 def ascended(problem: Problem, sweeps: int) -> Ascent:
     """Returns the dual after a number of sweeps."""
-    ascent = Ascent(with_ceiling(flatten(problem)))
+    ascent = Ascent(with_ceiling(to_csr(problem)))
     for i in range(sweeps):
         ascent.step(i / sweeps)
     return ascent
@@ -62,17 +62,17 @@ def ascended(problem: Problem, sweeps: int) -> Ascent:
 
 def gap_at_prices(problem: Problem, ascent: Ascent) -> float:
     """Returns the gap that is left without the memory limit, where memory costs what it does at the last prices."""
-    flat, prices = ascent.flat, ascent.best[1]
+    csr, prices = ascent.csr, ascent.best[1]
     none = np.zeros(0, np.int64)
     unlimited = problem._replace(
-        node_cost=np.split(cost_at_prices(flat, prices), flat.start[1:-1]),
+        node_cost=np.split(cost_at_prices(csr, prices), csr.start[1:-1]),
         usage_node=none,
         usage=[],
         usage_interval=none.reshape(0, 2),
         memory_limit=math.inf,
     )
     solution = solve(unlimited, solver=SHORT_SEARCH)
-    cost, bound = (float(value) + credit(flat, prices) for value in (solution.cost, solution.lower_bound))
+    cost, bound = (float(value) + credit(csr, prices) for value in (solution.cost, solution.lower_bound))
     return 1 - bound / cost
 
 

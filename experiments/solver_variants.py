@@ -12,8 +12,8 @@ import numpy as np
 
 from cost.base import Problem
 from diffshard.base import Solver
+from diffshard.solving.csr import CSRProblem
 from diffshard.solving.dual.ascent import Ascent, Prices
-from diffshard.solving.flat import Flat
 from diffshard.solving.moves.forest import Forest, grow_forest
 from diffshard.solving.moves.polish import rounded_choice
 from diffshard.solving.phases.improving import Annealing, Branches, Neighbourhoods, SideBySide, TemperedChains
@@ -33,27 +33,27 @@ from diffshard.solving.solvers import gradient
 class NoAscent:
     """An ascent without sweeps: the only start is read off the node costs, and the bound is that of zero messages."""
 
-    def init(self, flat: Flat) -> Ascent:
+    def init(self, csr: CSRProblem) -> Ascent:
         """Returns the dual at zero messages."""
-        return Ascent(flat)
+        return Ascent(csr)
 
     def __call__(self, ascent: Ascent, clock: Clock) -> Iterator[Start]:
         """Yields the start."""
-        yield Start(rounded_choice(ascent.flat, ascent.absorbed_cost), ascent.prices.memory)
+        yield Start(rounded_choice(ascent.csr, ascent.absorbed_cost), ascent.prices.memory)
 
 
-def constant_prices(flat: Flat, prices: Prices, weights: np.ndarray, bound_size: float, progress: float) -> Prices:
+def constant_prices(csr: CSRProblem, prices: Prices, weights: np.ndarray, bound_size: float, progress: float) -> Prices:
     """Returns the prices as they are: memory stays free in the dual, and all devices' times count alike."""
     return prices
 
 
-def grow_single_nodes(flat: Flat, order: np.ndarray) -> Forest:
+def grow_single_nodes(csr: CSRProblem, order: np.ndarray) -> Forest:
     """Returns a forest whose trees are single nodes: those of `order` that have no neighbour among those before."""
-    first, target = flat.first.tolist(), flat.target.tolist()
-    alone = [False] * len(flat.sizes)
+    first, target = csr.first.tolist(), csr.target.tolist()
+    alone = [False] * len(csr.sizes)
     for v in order.tolist():
         alone[v] = not any(alone[u] for u in target[first[v] : first[v + 1]])
-    return grow_forest(flat, order[np.array(alone, bool)[order]])
+    return grow_forest(csr, order[np.array(alone, bool)[order]])
 
 
 def last_start_only(search: Search) -> Iterator[float]:

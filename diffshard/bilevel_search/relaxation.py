@@ -17,9 +17,9 @@ import numpy as np
 from cost.base import Evaluation, Problem, is_forbidden, num_strategies
 from cost.evaluation import Evaluator, evaluate, relaxed_cost
 from diffshard.bilevel_search.base import LossPrediction
+from diffshard.solving.csr import to_csr, with_ceiling
 from diffshard.solving.dual.ascent import cost_at_prices, initial_prices, softmin_weights
 from diffshard.solving.dual.sweeps import lay_out, sweep
-from diffshard.solving.flat import flatten, with_ceiling
 from diffshard.solving.solve import solve
 from search_spaces.base import Choice, PerStrategy, RelaxedChoice
 
@@ -61,14 +61,14 @@ def marginal_logits(problem: Problem) -> PerStrategy:
     Args:
       problem: whose limits, if any, are left to the steps that follow.
     """
-    flat = with_ceiling(flatten(problem._replace(amount=(), amount_limit=np.zeros(0))))
-    layout, cost = lay_out(flat, np.float64), cost_at_prices(flat, initial_prices(flat))
+    csr = with_ceiling(to_csr(problem._replace(amount=(), amount_limit=np.zeros(0))))
+    layout, cost = lay_out(csr, np.float64), cost_at_prices(csr, initial_prices(csr))
     messages, absorbed_cost = np.zeros(layout.num_messages + 1), cost
     for _ in range(_SWEEPS):
         _, absorbed_cost = sweep(layout, cost, messages)
     scale = _mean_range([*problem.node_cost, *problem.edge_cost])
-    marginals = np.maximum(softmin_weights(flat, absorbed_cost, _TEMPERATURE * scale), _LEAST_MARGINAL)
-    return [jnp.log(jnp.asarray(row)) for row in np.split(marginals, flat.start[1:-1])]
+    marginals = np.maximum(softmin_weights(csr, absorbed_cost, _TEMPERATURE * scale), _LEAST_MARGINAL)
+    return [jnp.log(jnp.asarray(row)) for row in np.split(marginals, csr.start[1:-1])]
 
 
 def _mean_range(costs: Sequence[Any]) -> float:

@@ -10,7 +10,7 @@ A problem passes through these rooms:
 - `dual/` has the Lagrangian dual: messages and prices, the ascent that gives the lower bound, and branching on it.
 - `moves/` has what improves a choice: exact moves of forests, neighbourhoods, single nodes and Markov chains.
 
-All of them work on the same layout, a problem as flat arrays (`flat.py`). Beside them stand `form.py`, problems in
-other forms; `contest.py`, the file format of the IOPDDL contest; and `examples.py`, two small problems for the solvers'
-`EXAMPLE`s.
+All of them work on the same layout, a problem in compressed sparse rows (`csr.py`). `form.py` writes problems in other
+forms, `contest.py` reads and writes the files of the IOPDDL contest, and `examples.py` has two small problems for the
+solvers' `EXAMPLE`s.
 """

@@ -16,7 +16,7 @@ import numpy as np
 
 from cost.pooled_networks import HEAD
 from diffshard.base import Progress
-from diffshard.solving.flat import numpy_generator
+from diffshard.solving.csr import numpy_generator
 from diffshard.tables.bound import strategy_arrays
 from diffshard.tables.chains import SCHEDULE, Chains, Schedule, scaled
 from diffshard.tables.learned_cost import LearnedTableCost, device_sums, piece_added_s

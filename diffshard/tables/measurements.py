@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from cost.base import Hardware
 from cost.pooled_networks import fit
 from cost.real_numbers import whole_number
-from diffshard.solving.flat import numpy_generator
+from diffshard.solving.csr import numpy_generator
 from diffshard.tables.exchanges import Exchanges
 from diffshard.tables.layout import Layout
 from diffshard.tables.learned_cost import LearnedTableCost

@@ -25,7 +25,7 @@ import numpy as np
 from cost.base import Problem, num_strategies
 from cost.real_numbers import is_positive
 from diffshard.base import OPTIMAL_GAP, Deadline, Progress, Proposal, Solution, Solver
-from diffshard.solving.flat import numpy_generator
+from diffshard.solving.csr import numpy_generator
 from diffshard.solving.phases.improving import Balancing
 from diffshard.solving.phases.starts import Clock
 from diffshard.solving.presolve.base import identity

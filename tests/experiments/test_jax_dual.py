@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from cost.base import Problem
+from diffshard.solving.csr import to_csr, with_ceiling
 from diffshard.solving.dual.ascent import cost_at_prices, initial_prices, softmin_weights
 from diffshard.solving.examples import coupled_ring
-from diffshard.solving.flat import flatten, with_ceiling
 from diffshard.solving.solve import solve
 from experiments import jax_dual
 from tests.diffshard.solving.random_problems import small_problem
@@ -21,11 +21,11 @@ ZERO = jnp.zeros(())
 
 def at_zero(problem):
     """Returns the dual as a function of messages, prices and temperature, with zero messages and first prices."""
-    flat = with_ceiling(flatten(problem))
-    padded, prices = jax_dual.dual_problem(flat, 1.0), initial_prices(flat)
+    csr = with_ceiling(to_csr(problem))
+    padded, prices = jax_dual.dual_problem(csr, 1.0), initial_prices(csr)
     messages = tuple((jnp.zeros(g.first.shape), jnp.zeros(g.second.shape)) for g in padded.groups)
-    value = jax.jit(functools.partial(jax_dual.dual_value, num_nodes=len(flat.sizes)))
-    return flat, padded, value, messages, jnp.asarray(prices.memory, jnp.float32), jnp.asarray(prices.load, jnp.float32)
+    value = jax.jit(functools.partial(jax_dual.dual_value, num_nodes=len(csr.sizes)))
+    return csr, padded, value, messages, jnp.asarray(prices.memory, jnp.float32), jnp.asarray(prices.load, jnp.float32)
 
 
 def test_worked_by_hand():
@@ -57,21 +57,21 @@ def test_every_value_is_a_bound(kind):
 
 
 def test_its_gradient_is_the_relaxed_choice():
-    flat, padded, value, messages, memory, load = at_zero(small_problem(3, memory=True, devices=2))
+    csr, padded, value, messages, memory, load = at_zero(small_problem(3, memory=True, devices=2))
 
     def of_costs(cost):
         return value(
             padded._replace(cost=cost), messages=messages, memory=memory, load=load, temperature=jnp.float32(2)
         )
 
-    weights = softmin_weights(flat, cost_at_prices(flat, initial_prices(flat)), 2.0)
+    weights = softmin_weights(csr, cost_at_prices(csr, initial_prices(csr)), 2.0)
     np.testing.assert_allclose(jax.grad(of_costs)(padded.cost), weights, rtol=1e-4)
 
 
 def test_both_ascents_reach_the_optimum_of_a_chain_and_the_table_is_printed(monkeypatch, capsys):
     monkeypatch.setattr(jax_dual, "problems", lambda *_: {"ring": coupled_ring})
-    flat = with_ceiling(flatten(PAIR))
-    assert jax_dual.ascend_by_sweeps(flat, 0.1).bound == pytest.approx(2.0, rel=1e-4)
-    assert jax_dual.ascend_by_gradient(flat, 0.3, 1.0).bound == pytest.approx(2.0, rel=1e-2)
+    csr = with_ceiling(to_csr(PAIR))
+    assert jax_dual.ascend_by_sweeps(csr, 0.1).bound == pytest.approx(2.0, rel=1e-4)
+    assert jax_dual.ascend_by_gradient(csr, 0.3, 1.0).bound == pytest.approx(2.0, rel=1e-2)
     jax_dual.main(["--seconds", "0.1"])
     assert "bound by gradient" in capsys.readouterr().out

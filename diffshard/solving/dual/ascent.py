@@ -24,8 +24,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from diffshard.base import OPTIMAL_GAP
+from diffshard.solving.csr import CSRProblem, chosen_cost, chosen_memory, group_sizes, memory_price, memory_use
 from diffshard.solving.dual.sweeps import Sweep, lay_out, sweep
-from diffshard.solving.flat import Flat, chosen_cost, chosen_memory, group_sizes, memory_price, memory_use
 from diffshard.solving.moves.forest import first_least
 
 # How far a price moves in one step: its logarithm, for each limit's worth of excess. Measured on the contest's
@@ -54,34 +54,36 @@ class Prices(NamedTuple):
     load: np.ndarray
 
 
-def initial_prices(flat: Flat) -> Prices:
+def initial_prices(csr: CSRProblem) -> Prices:
     """Returns prices at which memory is free and every load of a group counts alike."""
-    sizes = group_sizes(flat)
-    return Prices(np.zeros(flat.base.shape), np.repeat(1 / sizes, sizes))
+    sizes = group_sizes(csr)
+    return Prices(np.zeros(csr.base.shape), np.repeat(1 / sizes, sizes))
 
 
-def is_coupled(flat: Flat) -> bool:
+def is_coupled(csr: CSRProblem) -> bool:
     """Tells whether anything joins all nodes and so has prices: memory that can run out, or loads."""
-    return bool(flat.base.size or flat.load.shape[1])
+    return bool(csr.base.size or csr.load.shape[1])
 
 
-def cost_at_prices(flat: Flat, prices: Prices) -> np.ndarray:
+def cost_at_prices(csr: CSRProblem, prices: Prices) -> np.ndarray:
     """Returns `[N]` node costs with their memory and loads at these prices."""
-    cost = flat.cost + flat.load @ prices.load
-    return cost + memory_price(flat, prices.memory) if prices.memory.any() else cost
+    cost = csr.cost + csr.load @ prices.load
+    return cost + memory_price(csr, prices.memory) if prices.memory.any() else cost
 
 
-def credit(flat: Flat, prices: Prices) -> float:
+def credit(csr: CSRProblem, prices: Prices) -> float:
     """Returns what a bound with these prices gains or loses for the limits: Σ price · (base - limit)."""
-    has_limit = np.isfinite(flat.limit)
-    excess = flat.base[:, has_limit] - flat.limit[has_limit]
+    has_limit = np.isfinite(csr.limit)
+    excess = csr.base[:, has_limit] - csr.limit[has_limit]
     return float((prices.memory[:, has_limit] * excess).sum()) if prices.memory.any() else 0.0
 
 
 class PriceStep(Protocol):
     """How prices answer to a relaxed choice."""
 
-    def __call__(self, flat: Flat, prices: Prices, weights: np.ndarray, bound_size: float, progress: float) -> Prices:
+    def __call__(
+        self, csr: CSRProblem, prices: Prices, weights: np.ndarray, bound_size: float, progress: float
+    ) -> Prices:
         """Returns the next prices.
 
         Args:
@@ -92,21 +94,23 @@ class PriceStep(Protocol):
         ...
 
 
-def step_along_excess(flat: Flat, prices: Prices, weights: np.ndarray, bound_size: float, progress: float) -> Prices:
+def step_along_excess(
+    csr: CSRProblem, prices: Prices, weights: np.ndarray, bound_size: float, progress: float
+) -> Prices:
     """Returns prices that rose where the relaxed choice exceeds a limit or loads a device most; follows `PriceStep`."""
     rate = _LAST_RATE**progress
     memory, load = prices
-    if flat.base.size:
-        unit = np.where(flat.limit > 0, flat.limit, 1.0)
-        excess = memory_use(flat, flat.usage.T @ weights) / unit - (flat.limit > 0)
+    if csr.base.size:
+        unit = np.where(csr.limit > 0, csr.limit, 1.0)
+        excess = memory_use(csr, csr.usage.T @ weights) / unit - (csr.limit > 0)
         least = _LEAST_PRICE * bound_size / unit
         memory = step_memory_prices(memory, excess, least, _MEMORY_GAIN * rate)
-    if flat.load.shape[1]:
-        loads, sizes = weights @ flat.load, group_sizes(flat)
-        most = np.repeat(np.maximum.reduceat(loads, flat.load_first), sizes)
-        unit = np.repeat(np.maximum(np.maximum.reduceat(np.abs(loads), flat.load_first), 1e-30), sizes)
+    if csr.load.shape[1]:
+        loads, sizes = weights @ csr.load, group_sizes(csr)
+        most = np.repeat(np.maximum.reduceat(loads, csr.load_first), sizes)
+        unit = np.repeat(np.maximum(np.maximum.reduceat(np.abs(loads), csr.load_first), 1e-30), sizes)
         load = load * np.exp(rate * (loads - most) / unit)
-        load = load / np.repeat(np.add.reduceat(load, flat.load_first), sizes)
+        load = load / np.repeat(np.add.reduceat(load, csr.load_first), sizes)
     return Prices(memory, load)
 
 
@@ -132,21 +136,21 @@ class Ascent:
       weights: `[N]` the relaxed choice of the last step that had prices to move.
     """
 
-    def __init__(self, flat: Flat, *, price_step: PriceStep = step_along_excess):
+    def __init__(self, csr: CSRProblem, *, price_step: PriceStep = step_along_excess):
         """Starts from zero messages and from prices at which memory is free."""
-        self.flat = flat
+        self.csr = csr
         self._price_step: PriceStep = price_step
-        self.layout: Sweep = lay_out(flat)
-        self.scale = _largest_cost(flat)
+        self.layout: Sweep = lay_out(csr)
+        self.scale = _largest_cost(csr)
         # No choice costs more than this.
-        self._most = self.scale * (len(flat.sizes) + len(flat.source)) + np.abs(flat.load).sum()
+        self._most = self.scale * (len(csr.sizes) + len(csr.source)) + np.abs(csr.load).sum()
         self._parent_size = 0.0
-        self._begin(np.zeros(self.layout.num_messages + 1), initial_prices(flat))
+        self._begin(np.zeros(self.layout.num_messages + 1), initial_prices(csr))
 
-    def branch(self, flat: Flat) -> "Ascent":
+    def branch(self, csr: CSRProblem) -> "Ascent":
         """Returns an ascent that starts from the best of this one, for a problem with other node costs on its graph."""
         child = copy.copy(self)
-        child.flat, child._parent_size = flat, abs(self.bound)
+        child.csr, child._parent_size = csr, abs(self.bound)
         child._begin(*self.best)
         return child
 
@@ -154,16 +158,16 @@ class Ascent:
         self.messages, self.prices = messages.astype(np.float32), prices
         self.bound = -math.inf
         self.best = (self.messages.copy(), self.prices)
-        self.absorbed_cost = self.weights = self.flat.cost
+        self.absorbed_cost = self.weights = self.csr.cost
 
     def step(self, progress: float) -> float:
         """Makes a sweep and then a step of the prices; returns the bound. `progress` goes from 0 to 1."""
-        cost = np.minimum(cost_at_prices(self.flat, self.prices), _LARGEST_COST).astype(np.float32)
+        cost = np.minimum(cost_at_prices(self.csr, self.prices), _LARGEST_COST).astype(np.float32)
         bound, self.absorbed_cost = sweep(self.layout, cost, self.messages)
-        bound += credit(self.flat, self.prices)
+        bound += credit(self.csr, self.prices)
         if bound > self.bound:
             self.bound, self.best = bound, (self.messages.copy(), self.prices)
-        if is_coupled(self.flat) and bound <= self._most:  # above, nothing fits: prices would rise for ever
+        if is_coupled(self.csr) and bound <= self._most:  # above, nothing fits: prices would rise for ever
             self._reprice(progress)
         return bound
 
@@ -173,11 +177,11 @@ class Ascent:
         Other prices and noise on the costs bring the messages to another good choice. A factor for each node's memory
         keeps equal layers from all changing at one price, so that memory which the prices leave free is used.
         """
-        flat, (messages, prices) = self.flat, self.best
+        csr, (messages, prices) = self.csr, self.best
         low, high = _PERTURBED_MEMORY_FACTORS
         memory = prices.memory * low * (high / low) ** rng.random()
-        weight = np.repeat(np.exp(_PERTURBED_NODE_SPREAD * rng.normal(size=len(flat.sizes))), flat.sizes)
-        cost = flat.cost + flat.load @ prices.load + memory_price(flat, memory) * weight
+        weight = np.repeat(np.exp(_PERTURBED_NODE_SPREAD * rng.normal(size=len(csr.sizes))), csr.sizes)
+        cost = csr.cost + csr.load @ prices.load + memory_price(csr, memory) * weight
         cost = np.minimum(cost - noise * rng.gumbel(size=len(cost)), _LARGEST_COST).astype(np.float32)
         messages, absorbed_cost = messages.copy(), cost
         for _ in range(sweeps):
@@ -187,9 +191,9 @@ class Ascent:
     def _reprice(self, progress: float) -> None:
         size = max(self._parent_size, abs(self.bound), 1e-3 * self.scale)
         first, last = _TEMPERATURES
-        temperature = size / len(self.flat.sizes) * first * (last / first) ** progress
-        self.weights = softmin_weights(self.flat, self.absorbed_cost, temperature)
-        self.prices = self._price_step(self.flat, self.prices, self.weights, size, progress)
+        temperature = size / len(self.csr.sizes) * first * (last / first) ** progress
+        self.weights = softmin_weights(self.csr, self.absorbed_cost, temperature)
+        self.prices = self._price_step(self.csr, self.prices, self.weights, size, progress)
 
     def certified_bound(self, layout: Sweep | None = None) -> float:
         """Returns the best bound, computed again in float64.
@@ -198,27 +202,27 @@ class Ascent:
           layout: the problem's in float64, where the caller has it already.
         """
         messages, prices = self.best
-        layout = layout or lay_out(self.flat, np.float64)
-        cost = cost_at_prices(self.flat, prices)
+        layout = layout or lay_out(self.csr, np.float64)
+        cost = cost_at_prices(self.csr, prices)
         bound, _ = sweep(layout, np.minimum(cost, _LARGEST_COST), messages.astype(np.float64))
         # Costs and loads may cancel, so that their own sizes count, not those of their sums.
-        sizes = cost_at_prices(self.flat._replace(cost=np.abs(self.flat.cost), load=np.abs(self.flat.load)), prices)
+        sizes = cost_at_prices(self.csr._replace(cost=np.abs(self.csr.cost), load=np.abs(self.csr.load)), prices)
         numbers = np.where(np.isfinite(sizes), sizes, 0).sum() + np.abs(messages).sum(dtype=np.float64)
-        return bound + credit(self.flat, prices) - SUM_ERROR * (numbers + abs(bound))
+        return bound + credit(self.csr, prices) - SUM_ERROR * (numbers + abs(bound))
 
 
-def softmin_weights(flat: Flat, cost: np.ndarray, temperature: float) -> np.ndarray:
+def softmin_weights(csr: CSRProblem, cost: np.ndarray, temperature: float) -> np.ndarray:
     """Returns `[N]` weights for each node: the softmax of -cost / temperature."""
-    starts = flat.start[:-1]
-    least = np.repeat(np.minimum.reduceat(cost, starts), flat.sizes)
+    starts = csr.start[:-1]
+    least = np.repeat(np.minimum.reduceat(cost, starts), csr.sizes)
     weights = np.exp((least - cost) / max(temperature, 1e-30))
-    return weights / np.repeat(np.add.reduceat(weights, starts), flat.sizes)
+    return weights / np.repeat(np.add.reduceat(weights, starts), csr.sizes)
 
 
-def _largest_cost(flat: Flat) -> float:
+def _largest_cost(csr: CSRProblem) -> float:
     """Returns the largest finite size of a node cost plus that of an edge's entry, 1 where both are 0."""
-    finite = flat.cost[np.isfinite(flat.cost)]
-    entries = flat.entries[np.isfinite(flat.entries)]
+    finite = csr.cost[np.isfinite(csr.cost)]
+    entries = csr.entries[np.isfinite(csr.entries)]
     return float(np.abs(finite).max(initial=0) + np.abs(entries).max(initial=0)) or 1.0
 
 
@@ -248,13 +252,13 @@ class Branching:
     """The branches of one problem, each waiting for its ascent, open or closed."""
 
     def __init__(self, ascent: Ascent, bound: float):
-        self.flat, self.last_ascent = ascent.flat, ascent
-        self._exact = lay_out(self.flat, np.float64)
+        self.csr, self.last_ascent = ascent.csr, ascent
+        self._exact = lay_out(self.csr, np.float64)
         self._count = itertools.count()
         self._open: list[tuple[float, int, Branch]] = []
         self._least_closed_bound = math.inf
-        weights = softmin_weights(self.flat, ascent.absorbed_cost, ascent.scale)
-        self._pending = [Branch(bound, np.zeros(len(self.flat.cost), bool), ascent, weights)]
+        weights = softmin_weights(self.csr, ascent.absorbed_cost, ascent.scale)
+        self._pending = [Branch(bound, np.zeros(len(self.csr.cost), bool), ascent, weights)]
         self._root = bound
 
     @property
@@ -281,10 +285,10 @@ class Branching:
     def _branch(self) -> bool:
         while self._open:
             _, _, branch = heapq.heappop(self._open)
-            halves = _halves(self.flat, branch)
+            halves = _halves(self.csr, branch)
             if halves is None:
                 self._least_closed_bound = min(
-                    self._least_closed_bound, max(branch.bound, _least_cost(self.flat, ~branch.forbidden))
+                    self._least_closed_bound, max(branch.bound, _least_cost(self.csr, ~branch.forbidden))
                 )
                 continue
             self._pending = [branch._replace(forbidden=branch.forbidden | half) for half in halves]
@@ -294,45 +298,45 @@ class Branching:
     def _ascend(self, branch: Branch, best_cost: float) -> Branch:
         """Maximises the branch's own dual; returns the branch with it and its certified bound."""
         penalty = 2 * (abs(best_cost) + abs(branch.bound))
-        flat = self.flat._replace(cost=self.flat.cost + penalty * branch.forbidden)
-        ascent = self.last_ascent = branch.ascent.branch(flat)
+        csr = self.csr._replace(cost=self.csr.cost + penalty * branch.forbidden)
+        ascent = self.last_ascent = branch.ascent.branch(csr)
         first, last = _PROGRESS
-        weights = np.zeros(len(flat.cost))
+        weights = np.zeros(len(csr.cost))
         for i in range(_SWEEPS_PER_BRANCH):
             ascent.step(first + (last - first) * i / _SWEEPS_PER_BRANCH)
             if i >= _SWEEPS_PER_BRANCH // 2:
                 weights += (
-                    ascent.weights if is_coupled(flat) else softmin_weights(flat, ascent.absorbed_cost, ascent.scale)
+                    ascent.weights if is_coupled(csr) else softmin_weights(csr, ascent.absorbed_cost, ascent.scale)
                 )
             if ascent.bound >= best_cost:
                 break
         bound = max(branch.bound, ascent.certified_bound(self._exact))
-        total = np.maximum(np.add.reduceat(weights, flat.start[:-1]), 1e-30)
-        return Branch(bound, branch.forbidden, ascent, weights / np.repeat(total, flat.sizes))
+        total = np.maximum(np.add.reduceat(weights, csr.start[:-1]), 1e-30)
+        return Branch(bound, branch.forbidden, ascent, weights / np.repeat(total, csr.sizes))
 
 
-def _least_cost(flat: Flat, is_allowed: np.ndarray) -> float:
+def _least_cost(csr: CSRProblem, is_allowed: np.ndarray) -> float:
     """Returns a bound on the only choice that `is_allowed` `[N]` leaves: its cost, or inf if it exceeds the memory."""
-    choice = first_least((~is_allowed).astype(float), flat.sizes)
-    memory = chosen_memory(flat, choice) if flat.base.size else flat.base
-    if (memory - flat.limit > _MEMORY_TOLERANCE * memory.max(initial=0.0)).any():
+    choice = first_least((~is_allowed).astype(float), csr.sizes)
+    memory = chosen_memory(csr, choice) if csr.base.size else csr.base
+    if (memory - csr.limit > _MEMORY_TOLERANCE * memory.max(initial=0.0)).any():
         return math.inf
-    sizes = flat._replace(cost=np.abs(flat.cost), entries=np.abs(flat.entries), load=np.abs(flat.load))
+    sizes = csr._replace(cost=np.abs(csr.cost), entries=np.abs(csr.entries), load=np.abs(csr.load))
     size = chosen_cost(sizes, choice)
-    return float(chosen_cost(flat, choice) - SUM_ERROR * size)
+    return float(chosen_cost(csr, choice) - SUM_ERROR * size)
 
 
-def _halves(flat: Flat, branch: Branch) -> tuple[np.ndarray, np.ndarray] | None:
+def _halves(csr: CSRProblem, branch: Branch) -> tuple[np.ndarray, np.ndarray] | None:
     """Returns what to forbid `[N]` on either side: the strategies of a node that use more, or less, than the mean.
 
     The node is the one whose use of memory and loads, at the prices, the relaxed choice spreads most. Returns None
     where only one choice remains.
     """
     _, prices = branch.ascent.best
-    use = memory_price(flat, prices.memory) + flat.load @ prices.load
-    is_allowed, starts = ~branch.forbidden, flat.start[:-1]
+    use = memory_price(csr, prices.memory) + csr.load @ prices.load
+    is_allowed, starts = ~branch.forbidden, csr.start[:-1]
     mean = np.add.reduceat(branch.weights * use, starts)
-    spread = np.add.reduceat(branch.weights * (use - np.repeat(mean, flat.sizes)) ** 2, starts)
+    spread = np.add.reduceat(branch.weights * (use - np.repeat(mean, csr.sizes)) ** 2, starts)
     most = np.maximum.reduceat(np.where(is_allowed, use, -np.inf), starts)
     least = np.minimum.reduceat(np.where(is_allowed, use, np.inf), starts)
     score = np.where(most > least, np.sqrt(spread) + _RANGE_WEIGHT * (most - least), 0.0)
@@ -346,9 +350,9 @@ def _halves(flat: Flat, branch: Branch) -> tuple[np.ndarray, np.ndarray] | None:
         node = int(mixedness.argmax())
         if mixedness[node] < 0:
             return None
-        strategies = slice(starts[node], starts[node] + flat.sizes[node])
-        large = np.ones(len(flat.cost), bool)
-        large[flat.start[node] + np.where(is_allowed[strategies], branch.weights[strategies], -1.0).argmax()] = False
-    inside = np.zeros(len(flat.cost), bool)
-    inside[flat.start[node] : flat.start[node + 1]] = True
+        strategies = slice(starts[node], starts[node] + csr.sizes[node])
+        large = np.ones(len(csr.cost), bool)
+        large[csr.start[node] + np.where(is_allowed[strategies], branch.weights[strategies], -1.0).argmax()] = False
+    inside = np.zeros(len(csr.cost), bool)
+    inside[csr.start[node] : csr.start[node + 1]] = True
     return inside & large, inside & ~large

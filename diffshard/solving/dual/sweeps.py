@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffshard.solving.flat import Flat, ragged_positions
+from diffshard.solving.csr import CSRProblem, ragged_positions
 
 # Sizes that sources are padded to, so that edges of about equal size are computed together; chosen by hand: more sizes
 # make more calls, fewer waste more entries.
@@ -113,86 +113,88 @@ class Sweep(NamedTuple):
     edge_at: np.ndarray
 
 
-def colours(flat: Flat) -> np.ndarray:
+def colours(csr: CSRProblem) -> np.ndarray:
     """Returns `[V]` colours, no edge between equal ones: greedily, nodes of many neighbours first."""
-    colour = np.full(len(flat.sizes), -1)
-    degree = np.diff(flat.first)
+    colour = np.full(len(csr.sizes), -1)
+    degree = np.diff(csr.first)
     for v in np.argsort(-degree, kind="stable"):
-        neighbour_colours = set(colour[flat.target[flat.first[v] : flat.first[v + 1]]].tolist())
+        neighbour_colours = set(colour[csr.target[csr.first[v] : csr.first[v + 1]]].tolist())
         colour[v] = next(c for c in range(len(neighbour_colours) + 1) if c not in neighbour_colours)
     return colour
 
 
-def lay_out(flat: Flat, dtype: type = np.float32) -> Sweep:
+def lay_out(csr: CSRProblem, dtype: type = np.float32) -> Sweep:
     """Groups the edges by colour, direction and size of the source."""
-    colour = colours(flat)
+    colour = colours(csr)
     num_colours = int(colour.max(initial=0)) + 1
-    rising = colour[flat.source] < colour[flat.target]
-    later = np.bincount(flat.source, rising, len(flat.sizes))
-    earlier = np.bincount(flat.source, ~rising, len(flat.sizes))
+    rising = colour[csr.source] < colour[csr.target]
+    later = np.bincount(csr.source, rising, len(csr.sizes))
+    earlier = np.bincount(csr.source, ~rising, len(csr.sizes))
     share = 1.0 / np.maximum(np.maximum(later, earlier), 1)
-    width = _PADDED_SIZES[np.minimum(np.searchsorted(_PADDED_SIZES, flat.sizes), len(_PADDED_SIZES) - 1)]
-    width = np.maximum(width, flat.sizes)
-    shared = _shared_matrices(flat, colour, rising)
-    key = np.lexsort((flat.source, shared, width[flat.source], colour[flat.source], ~rising))
+    width = _PADDED_SIZES[np.minimum(np.searchsorted(_PADDED_SIZES, csr.sizes), len(_PADDED_SIZES) - 1)]
+    width = np.maximum(width, csr.sizes)
+    shared = _shared_matrices(csr, colour, rising)
+    key = np.lexsort((csr.source, shared, width[csr.source], colour[csr.source], ~rising))
     edge_at = np.empty(len(key), np.int64)
-    lengths = flat.sizes[flat.target[key]]
+    lengths = csr.sizes[csr.target[key]]
     edge_at[key] = np.cumsum(lengths) - lengths
     up: list[list[_Group | _EqualGroup]] = [[] for _ in range(num_colours)]
     down: list[list[_Group | _EqualGroup]] = [[] for _ in range(num_colours)]
     total = int(lengths.sum())
-    forms = np.stack([~rising[key], colour[flat.source[key]], width[flat.source[key]], shared[key]])
+    forms = np.stack([~rising[key], colour[csr.source[key]], width[csr.source[key]], shared[key]])
     cuts = np.flatnonzero((np.diff(forms, axis=1) != 0).any(axis=0)) + 1
     for edges in np.split(key, cuts) if len(key) else []:
         if shared[edges[0]] >= 0:
-            group = _equal_group(flat, edges, edge_at, share, dtype)
+            group = _equal_group(csr, edges, edge_at, share, dtype)
         else:
-            group = _group(flat, edges, edge_at, share, int(width[flat.source[edges[0]]]), total, dtype)
-        (up if rising[edges[0]] else down)[colour[flat.source[edges[0]]]].append(group)
+            group = _group(csr, edges, edge_at, share, int(width[csr.source[edges[0]]]), total, dtype)
+        (up if rising[edges[0]] else down)[colour[csr.source[edges[0]]]].append(group)
     nodes = []
     for c in range(num_colours):
         members = np.flatnonzero(colour == c)
-        starts = np.cumsum(flat.sizes[members]) - flat.sizes[members]
-        nodes.append((ragged_positions(flat.start[members], flat.sizes[members]), starts))
-    return Sweep(up, down, nodes, total, int(flat.start[-1]), edge_at)
+        starts = np.cumsum(csr.sizes[members]) - csr.sizes[members]
+        nodes.append((ragged_positions(csr.start[members], csr.sizes[members]), starts))
+    return Sweep(up, down, nodes, total, int(csr.start[-1]), edge_at)
 
 
-def _shared_matrices(flat: Flat, colour: np.ndarray, rising: np.ndarray) -> np.ndarray:
+def _shared_matrices(csr: CSRProblem, colour: np.ndarray, rising: np.ndarray) -> np.ndarray:
     """Returns `[J]` numbers of the matrices of directed edges where enough edges of one colour share it, else -1."""
     colours_seen = int(colour.max(initial=0)) + 1
-    form = (flat.matrix * colours_seen + colour[flat.source]) * 2 + rising
+    form = (csr.matrix * colours_seen + colour[csr.source]) * 2 + rising
     _, number, count = np.unique(form, return_inverse=True, return_counts=True)
-    is_shared = count[number] * flat.sizes[flat.target] >= _LEAST_EQUAL_ROWS
+    is_shared = count[number] * csr.sizes[csr.target] >= _LEAST_EQUAL_ROWS
     return np.where(is_shared, number, -1)
 
 
-def _equal_group(flat: Flat, edges: np.ndarray, edge_at: np.ndarray, share: np.ndarray, dtype: type) -> _EqualGroup:
-    source, target = flat.source[edges], flat.target[edges]
-    rows, columns = int(flat.sizes[source[0]]), int(flat.sizes[target[0]])
-    first, begin = int(flat.matrix[edges[0]]), int(edge_at[edges[0]])
+def _equal_group(
+    csr: CSRProblem, edges: np.ndarray, edge_at: np.ndarray, share: np.ndarray, dtype: type
+) -> _EqualGroup:
+    source, target = csr.source[edges], csr.target[edges]
+    rows, columns = int(csr.sizes[source[0]]), int(csr.sizes[target[0]])
+    first, begin = int(csr.matrix[edges[0]]), int(edge_at[edges[0]])
     return _EqualGroup(
-        matrix=flat.entries[first : first + rows * columns].reshape(rows, columns),
-        node=flat.start[source],
-        opposite=edge_at[flat.reverse[edges]],
+        matrix=csr.entries[first : first + rows * columns].reshape(rows, columns),
+        node=csr.start[source],
+        opposite=edge_at[csr.reverse[edges]],
         share=share[source].astype(dtype),
         out=slice(begin, begin + len(edges) * columns),
-        target_start=flat.start[target],
+        target_start=csr.start[target],
     )
 
 
 def _group(
-    flat: Flat, edges: np.ndarray, edge_at: np.ndarray, share: np.ndarray, width: int, total: int, dtype: type
+    csr: CSRProblem, edges: np.ndarray, edge_at: np.ndarray, share: np.ndarray, width: int, total: int, dtype: type
 ) -> _Group:
-    source, target = flat.source[edges], flat.target[edges]
-    rows = flat.sizes[target]
+    source, target = csr.source[edges], csr.target[edges]
+    rows = csr.sizes[target]
     edge = np.repeat(np.arange(len(edges)), rows)
     column = ragged_positions(np.zeros(len(edges), np.int64), rows)
     x = np.arange(width)[:, None]
-    inside = x < flat.sizes[source]
-    node = np.where(inside, flat.start[source] + x, flat.start[-1])
-    opposite = np.where(inside, edge_at[flat.reverse[edges]] + x, total)
-    at = flat.matrix[edges][edge] + x * rows[edge] + column
-    matrix = flat.entries[np.where(inside[:, edge], at, 0)].astype(dtype)
+    inside = x < csr.sizes[source]
+    node = np.where(inside, csr.start[source] + x, csr.start[-1])
+    opposite = np.where(inside, edge_at[csr.reverse[edges]] + x, total)
+    at = csr.matrix[edges][edge] + x * rows[edge] + column
+    matrix = csr.entries[np.where(inside[:, edge], at, 0)].astype(dtype)
     first = np.cumsum(rows) - rows
     begin = int(edge_at[edges[0]])
     return _Group(
@@ -203,7 +205,7 @@ def _group(
         edge=edge,
         first=first,
         out=slice(begin, begin + len(edge)),
-        target=flat.start[target][edge] + column,
+        target=csr.start[target][edge] + column,
     )
 
 

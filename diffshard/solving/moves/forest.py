@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import scipy.sparse
 
-from diffshard.solving.flat import Flat, even_parts, ragged_positions
+from diffshard.solving.csr import CSRProblem, even_parts, ragged_positions
 
 # Entries of matrices that a forest keeps, 64 MiB with their positions: a larger forest lays them out for each move.
 _MOST_KEPT_ENTRIES = 1 << 22
@@ -31,28 +31,28 @@ class _Rows(NamedTuple):
 class ChosenRows:
     """What strategies pay on some edges, where the neighbours' choice is given."""
 
-    def __init__(self, flat: Flat, edge: np.ndarray):
+    def __init__(self, csr: CSRProblem, edge: np.ndarray):
         """Lays out directed edges, which must be sorted; strategies of their sources pay."""
-        self._flat, self._edge = flat, edge
-        self._size = flat.sizes[flat.source[edge]]
+        self._csr, self._edge = csr, edge
+        self._size = csr.sizes[csr.source[edge]]
         is_kept = self._size.sum() <= _MOST_KEPT_ENTRIES
         self._parts = tuple(self._lay_out()) if is_kept else None
 
     def _lay_out(self) -> Iterator[_Rows]:
-        flat = self._flat
+        csr = self._csr
         for some in even_parts(self._size, _MOST_ENTRIES_AT_ONCE):
             edge, size = self._edge[some], self._size[some]
-            source = flat.source[edge]
-            strategies = slice(int(flat.start[source[0]]), int(flat.start[source[-1] + 1]))
-            to = ragged_positions(flat.start[source] - strategies.start, size)
-            yield _Rows(flat.matrix[flat.reverse[edge]], size, flat.target[edge], strategies, to)
+            source = csr.source[edge]
+            strategies = slice(int(csr.start[source[0]]), int(csr.start[source[-1] + 1]))
+            to = ragged_positions(csr.start[source] - strategies.start, size)
+            yield _Rows(csr.matrix[csr.reverse[edge]], size, csr.target[edge], strategies, to)
 
     def __call__(self, choice: np.ndarray) -> np.ndarray:
         """Returns `[N]` what the edges add to each strategy where their targets choose as in `choice` `[V]`."""
-        total = np.zeros(len(self._flat.cost))
+        total = np.zeros(len(self._csr.cost))
         for row, size, target, strategies, to in self._parts if self._parts is not None else self._lay_out():
             at = ragged_positions(row + choice[target] * size, size)
-            total[strategies] += np.bincount(to, self._flat.entries[at], strategies.stop - strategies.start)
+            total[strategies] += np.bincount(to, self._csr.entries[at], strategies.stop - strategies.start)
         return total
 
 
@@ -85,25 +85,25 @@ class Forest(NamedTuple):
     num_kept: int
 
 
-Grow = Callable[[Flat, np.ndarray], Forest]
+Grow = Callable[[CSRProblem, np.ndarray], Forest]
 """Makes a forest of some of the nodes `[n]`, which come in the order in which they should be taken."""
 
 
-def grow_forest(flat: Flat, order: np.ndarray) -> Forest:
+def grow_forest(csr: CSRProblem, order: np.ndarray) -> Forest:
     """Returns the forest that takes the nodes of `order` `[n]` one by one, except those that would close a cycle."""
-    in_forest = _acyclic(flat, order)
-    inside = np.flatnonzero(in_forest[flat.source] & in_forest[flat.target])
-    roots, layers = _layers(flat, order[in_forest[order]], inside)
-    num_entries = int(_num_entries(flat, inside).sum()) // 2
+    in_forest = _acyclic(csr, order)
+    inside = np.flatnonzero(in_forest[csr.source] & in_forest[csr.target])
+    roots, layers = _layers(csr, order[in_forest[order]], inside)
+    num_entries = int(_num_entries(csr, inside).sum()) // 2
     is_kept = num_entries <= _MOST_KEPT_ENTRIES
-    levels = [_level(flat, layer, is_kept) for layer in reversed(layers)]
-    return Forest(roots, levels, ChosenRows(flat, inside), 2 * num_entries if is_kept else 5 * len(inside))
+    levels = [_level(csr, layer, is_kept) for layer in reversed(layers)]
+    return Forest(roots, levels, ChosenRows(csr, inside), 2 * num_entries if is_kept else 5 * len(inside))
 
 
-def _acyclic(flat: Flat, order: np.ndarray) -> np.ndarray:
+def _acyclic(csr: CSRProblem, order: np.ndarray) -> np.ndarray:
     """Returns `[V]` which nodes are taken, by union-find over the trees so far."""
-    first, target = flat.first.tolist(), flat.target.tolist()
-    parent = list(range(len(flat.sizes)))
+    first, target = csr.first.tolist(), csr.target.tolist()
+    parent = list(range(len(csr.sizes)))
     in_forest = [False] * len(parent)
     for v in order.tolist():
         trees = set()
@@ -122,15 +122,15 @@ def _acyclic(flat: Flat, order: np.ndarray) -> np.ndarray:
     return np.array(in_forest, bool)
 
 
-def _layers(flat: Flat, order: np.ndarray, edge: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+def _layers(csr: CSRProblem, order: np.ndarray, edge: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
     """Returns the root of each tree, and breadth first the directed edges that lead from each layer to the next.
 
     Args:
       order: the nodes of the forest; the first one of each tree is its root.
       edge: the directed edges inside the forest, sorted by their source.
     """
-    count = len(flat.sizes)
-    source, target = flat.source[edge], flat.target[edge]
+    count = len(csr.sizes)
+    source, target = csr.source[edge], csr.target[edge]
     graph = scipy.sparse.csr_array((np.ones(len(edge), bool), (source, target)), shape=(count, count))
     tree = scipy.sparse.csgraph.connected_components(graph, directed=False)[1]
     roots = order[np.sort(np.unique(tree[order], return_index=True)[1])]
@@ -146,32 +146,32 @@ def _layers(flat: Flat, order: np.ndarray, edge: np.ndarray) -> tuple[np.ndarray
         parent[layer] = source[out]
 
 
-def _num_entries(flat: Flat, edge: np.ndarray) -> np.ndarray:
+def _num_entries(csr: CSRProblem, edge: np.ndarray) -> np.ndarray:
     """Returns how many entries the matrices of some directed edges have."""
-    return flat.sizes[flat.source[edge]] * flat.sizes[flat.target[edge]]
+    return csr.sizes[csr.source[edge]] * csr.sizes[csr.target[edge]]
 
 
-def _level(flat: Flat, edge: np.ndarray, is_kept: bool) -> _Level:
-    node = flat.target[edge]  # the edges lead from parent to node: a matrix has the parent's strategies as rows
-    level = _Level(node, flat.source[edge], flat.matrix[edge], flat.sizes[node], flat.start[node], None)
-    return level._replace(parts=tuple(_parts(flat, level))) if is_kept else level
+def _level(csr: CSRProblem, edge: np.ndarray, is_kept: bool) -> _Level:
+    node = csr.target[edge]  # the edges lead from parent to node: a matrix has the parent's strategies as rows
+    level = _Level(node, csr.source[edge], csr.matrix[edge], csr.sizes[node], csr.start[node], None)
+    return level._replace(parts=tuple(_parts(csr, level))) if is_kept else level
 
 
-def _parts(flat: Flat, level: _Level) -> Iterator[_Part]:
+def _parts(csr: CSRProblem, level: _Level) -> Iterator[_Part]:
     """Yields the edges of a level laid out, a bounded number of entries at a time."""
-    above = flat.sizes[level.parent]
+    above = csr.sizes[level.parent]
     for some in even_parts(level.size * above, _MOST_ENTRIES_AT_ONCE):
         size, above_size, matrix = level.size[some], above[some], level.matrix[some]
         row = np.cumsum(np.repeat(size, above_size))
         yield _Part(
-            entries=flat.entries[ragged_positions(matrix, size * above_size)],
+            entries=csr.entries[ragged_positions(matrix, size * above_size)],
             own_position=ragged_positions(np.repeat(level.start[some], above_size), np.repeat(size, above_size)),
             row=np.concatenate([[0], row[:-1]]),
-            above=ragged_positions(flat.start[level.parent[some]], above_size),
+            above=ragged_positions(csr.start[level.parent[some]], above_size),
         )
 
 
-def best_choice(flat: Flat, forest: Forest, field: np.ndarray, choice: np.ndarray) -> np.ndarray:
+def best_choice(csr: CSRProblem, forest: Forest, field: np.ndarray, choice: np.ndarray) -> np.ndarray:
     """Finds the best strategies of the forest's nodes.
 
     Args:
@@ -183,15 +183,15 @@ def best_choice(flat: Flat, forest: Forest, field: np.ndarray, choice: np.ndarra
     """
     field -= forest.inside(choice)  # neighbours inside change as well, so their present strategies do not count
     for level in forest.levels:
-        for part in level.parts if level.parts is not None else _parts(flat, level):
+        for part in level.parts if level.parts is not None else _parts(csr, level):
             through = field[part.own_position] + part.entries
             np.add.at(field, part.above, np.minimum.reduceat(through, part.row))
-    best, size = choice.copy(), flat.sizes[forest.roots]
-    best[forest.roots] = first_least(field[ragged_positions(flat.start[forest.roots], size)], size)
+    best, size = choice.copy(), csr.sizes[forest.roots]
+    best[forest.roots] = first_least(field[ragged_positions(csr.start[forest.roots], size)], size)
     for level in reversed(forest.levels):
         at = ragged_positions(level.matrix + best[level.parent] * level.size, level.size)
         positions = ragged_positions(level.start, level.size)
-        best[level.node] = first_least(field[positions] + flat.entries[at], level.size)
+        best[level.node] = first_least(field[positions] + csr.entries[at], level.size)
     return best
 
 

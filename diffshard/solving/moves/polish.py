@@ -6,8 +6,8 @@ limit, on both sides, and those on the feasible side are kept. Noise on the cost
 
 import numpy as np
 
+from diffshard.solving.csr import CSRProblem, chosen_cost, chosen_memory, memory_price
 from diffshard.solving.dual.ascent import Prices
-from diffshard.solving.flat import Flat, chosen_cost, chosen_memory, memory_price
 from diffshard.solving.moves.forest import ChosenRows, Forest, Grow, best_choice, first_least, grow_forest
 
 _MOST_POOL_NUMBERS = 1 << 25  # 256 MiB that the forests in a pool may hold; chosen by hand
@@ -23,9 +23,9 @@ _FALL_SHARE = 0.2  # of the rate at which prices rise: they fall this much more 
 class Field:
     """What every strategy would cost, given a choice for its neighbours."""
 
-    def __init__(self, flat: Flat):
-        self.flat = flat
-        self._edges = ChosenRows(flat, np.arange(len(flat.source)))
+    def __init__(self, csr: CSRProblem):
+        self.csr = csr
+        self._edges = ChosenRows(csr, np.arange(len(csr.source)))
 
     def __call__(self, cost: np.ndarray, choice: np.ndarray) -> np.ndarray:
         """Returns `[N]`: `cost` `[N]` and the edges to the chosen strategies of the neighbours."""
@@ -35,8 +35,8 @@ class Field:
 class Pool:
     """Random forests, kept because growing one takes longer than using it."""
 
-    def __init__(self, flat: Flat, rng: np.random.Generator, grow: Grow = grow_forest):
-        self._flat, self._rng, self._grow = flat, rng, grow
+    def __init__(self, csr: CSRProblem, rng: np.random.Generator, grow: Grow = grow_forest):
+        self._csr, self._rng, self._grow = csr, rng, grow
         self._forests: list[Forest] = []
         self._numbers = 0
 
@@ -45,7 +45,7 @@ class Pool:
         full = len(self._forests) >= _MOST_FORESTS or self._numbers > _MOST_POOL_NUMBERS
         if full or (len(self._forests) >= _LEAST_FORESTS and self._rng.random() < _REUSE_SHARE):
             return self._forests[self._rng.integers(len(self._forests))]
-        forest = self._grow(self._flat, self._rng.permutation(len(self._flat.sizes)))
+        forest = self._grow(self._csr, self._rng.permutation(len(self._csr.sizes)))
         self._numbers += forest.num_kept
         self._forests.append(forest)
         return forest
@@ -65,7 +65,7 @@ class Polish:
 
     def __init__(
         self,
-        flat: Flat,
+        csr: CSRProblem,
         rng: np.random.Generator,
         choice: np.ndarray,
         prices: Prices,
@@ -75,16 +75,16 @@ class Polish:
         """Begins at a choice.
 
         Args:
-          flat: the problem, without infinite costs.
+          csr: the problem, without infinite costs.
           rng: consumed by all moves.
           choice: `[V]`.
           prices: of memory, which will adapt, and of loads, which will not.
         """
-        self.flat, self.rng, self.grow = flat, rng, grow
-        self.field = Field(flat)
-        self.pool = Pool(flat, rng, grow)
+        self.csr, self.rng, self.grow = csr, rng, grow
+        self.field = Field(csr)
+        self.pool = Pool(csr, rng, grow)
         self.memory, self.load = prices.memory.copy(), prices.load.copy()
-        least = _LEAST_PRICE * max(abs(bound), 1e-30) / np.maximum(flat.limit, 1e-30)
+        least = _LEAST_PRICE * max(abs(bound), 1e-30) / np.maximum(csr.limit, 1e-30)
         self._least_price = np.minimum(least, _MOST_PRICE)
         self._most_price = np.minimum(_MOST_PRICE_RATIO * self._least_price, _MOST_PRICE)
         self.best, self.best_cost, self.best_excess = choice, np.inf, np.inf
@@ -104,12 +104,12 @@ class Polish:
     def offer(self, choice: np.ndarray) -> np.ndarray:
         """Keeps the choice if it is the best so far; returns where it exceeds the memory, `[T, D]`."""
         excess = np.zeros((0, 1))
-        if self.flat.base.size:
-            excess = chosen_memory(self.flat, choice) - self.flat.limit
+        if self.csr.base.size:
+            excess = chosen_memory(self.csr, choice) - self.csr.limit
         most = max(excess.max(initial=0.0), 0.0)
         self.fits = most == 0
         if most < self.best_excess or (most == self.best_excess == 0):
-            cost = float(chosen_cost(self.flat, choice))
+            cost = float(chosen_cost(self.csr, choice))
             if most > 0 or cost < self.best_cost:
                 self.best, self.best_excess = choice.copy(), most
                 self.best_cost = np.inf if most > 0 else cost
@@ -124,10 +124,10 @@ class Polish:
 
     def costs(self, weight: np.ndarray | float = 1.0) -> np.ndarray:
         """Returns `[N]` node costs at the prices, those of memory times `weight` `[N]`."""
-        cost = self.flat.cost
-        if self.flat.load.shape[1]:
-            cost = cost + self.flat.load @ self.load
-        return cost + memory_price(self.flat, self.memory) * weight if self.memory.any() else cost
+        cost = self.csr.cost
+        if self.csr.load.shape[1]:
+            cost = cost + self.csr.load @ self.load
+        return cost + memory_price(self.csr, self.memory) * weight if self.memory.any() else cost
 
     def move(self, forest: Forest, temperature: np.ndarray | float = 0.0, weight: np.ndarray | float = 1.0) -> None:
         """Makes one forest move from the current choice.
@@ -139,7 +139,7 @@ class Polish:
         field = self.field(self.costs(weight), self.choice)
         if np.any(temperature):
             field -= temperature * self.rng.gumbel(size=len(field))
-        self.choice = best_choice(self.flat, forest, field, self.choice)
+        self.choice = best_choice(self.csr, forest, field, self.choice)
 
     def reprice(self, is_exceeded: np.ndarray, rise: float, fall: float) -> None:
         """Raises the prices by a factor where the memory is exceeded, and lowers them elsewhere.
@@ -149,7 +149,7 @@ class Polish:
           rise: added to 1 for the factor.
           fall: subtracted from 1 for the factor.
         """
-        if self.flat.base.size:
+        if self.csr.base.size:
             risen = np.minimum(np.maximum(self.memory, self._least_price) * (1 + rise), self._most_price)
             self.memory = np.where(is_exceeded, risen, self.memory * (1 - fall))
 
@@ -159,6 +159,6 @@ class Polish:
         self.reprice(self.offer(self.choice), rate, _FALL_SHARE * rate)
 
 
-def rounded_choice(flat: Flat, absorbed_cost: np.ndarray) -> np.ndarray:
+def rounded_choice(csr: CSRProblem, absorbed_cost: np.ndarray) -> np.ndarray:
     """Returns `[V]` the cheapest strategy of each node by costs `[N]` with all messages absorbed."""
-    return first_least(absorbed_cost, flat.sizes)
+    return first_least(absorbed_cost, csr.sizes)

@@ -20,8 +20,8 @@ import numpy as np
 import scipy.sparse
 
 from cost.memory import limit_unit
-from diffshard.solving.flat import (
-    Flat,
+from diffshard.solving.csr import (
+    CSRProblem,
     chosen_memory,
     costs_without_load,
     excess_in_limits,
@@ -48,30 +48,30 @@ class Descent:
       load: `[R, L]` of each choice.
     """
 
-    def __init__(self, flat: Flat, choice: np.ndarray):
-        self.flat, self.choice = flat, np.array(choice, np.int64)
+    def __init__(self, csr: CSRProblem, choice: np.ndarray):
+        self.csr, self.choice = csr, np.array(choice, np.int64)
         count = len(choice)
-        self._near = [np.arange(a, b) for a, b in zip(flat.first[:-1], flat.first[1:], strict=True)]
-        times, devices = flat.base.shape
-        self._limit = np.broadcast_to(flat.limit, (devices,)) if times else np.zeros(0)
+        self._near = [np.arange(a, b) for a, b in zip(csr.first[:-1], csr.first[1:], strict=True)]
+        times, devices = csr.base.shape
+        self._limit = np.broadcast_to(csr.limit, (devices,)) if times else np.zeros(0)
         self._unit = limit_unit(self._limit)
-        self._usages = varying_usages(flat)
+        self._usages = varying_usages(csr)
         # What one node takes of memory and of a device's time changes what all of these should do.
-        self._is_coupled = np.array([bool(usages) for usages in self._usages], bool) | (flat.load.shape[1] > 0)
-        self.memory = np.repeat(flat.base[None], count, axis=0)
-        self.load = np.zeros((count, flat.load.shape[1]))
-        for v in range(len(flat.sizes)):
+        self._is_coupled = np.array([bool(usages) for usages in self._usages], bool) | (csr.load.shape[1] > 0)
+        self.memory = np.repeat(csr.base[None], count, axis=0)
+        self.load = np.zeros((count, csr.load.shape[1]))
+        for v in range(len(csr.sizes)):
             self._add(v, self.choice[:, v], 1.0)
 
     def cost(self) -> np.ndarray:
         """Returns `[R]` node, edge and load cost of the choices."""
-        return costs_without_load(self.flat, self.choice) + largest_loads(self.flat, self.load)
+        return costs_without_load(self.csr, self.choice) + largest_loads(self.csr, self.load)
 
     def excess(self) -> np.ndarray:
         """Returns `[R]` memory above the limit, in units of the limit."""
         if not self.memory.size:
             return np.zeros(len(self.choice))
-        return excess_in_limits(self.flat, self.memory).sum(axis=(1, 2))
+        return excess_in_limits(self.csr, self.memory).sum(axis=(1, 2))
 
     def descend(self, order: np.ndarray, weight: np.ndarray | float = 0.0) -> Iterator[None]:
         """Passes over `order`, then over the nodes near a change, until nothing changes; yields every few milliseconds.
@@ -79,12 +79,12 @@ class Descent:
         Args:
           weight: cost of one unit of excess, common or `[R]`.
         """
-        dirty, since = np.ones(len(self.flat.sizes), bool), 0
+        dirty, since = np.ones(len(self.csr.sizes), bool), 0
         for _ in range(_MOST_PASSES):
             reached_coupled_node = False
             for v in order[dirty[order]].tolist():
                 if dirty[v] and self._improve(v, weight):
-                    dirty[self.flat.target[self._near[v]]] = True
+                    dirty[self.csr.target[self._near[v]]] = True
                     reached_coupled_node |= bool(self._is_coupled[v])
                 dirty[v] = False
                 since += 1
@@ -107,24 +107,24 @@ class Descent:
 
     def price(self, v: int, weight: np.ndarray | float) -> np.ndarray:
         """Returns `[R, S_v]` what each strategy of a node costs, given the rest, up to a constant for each choice."""
-        flat = self.flat
-        first, size = int(flat.start[v]), int(flat.sizes[v])
+        csr = self.csr
+        first, size = int(csr.start[v]), int(csr.sizes[v])
         strategies = np.arange(size)
-        price = np.repeat(flat.cost[None, first : first + size], len(self.choice), axis=0)
+        price = np.repeat(csr.cost[None, first : first + size], len(self.choice), axis=0)
         near = self._near[v]
         if len(near):
-            inward = flat.reverse[near]  # the neighbour's strategies are the rows: v's lie one after the other
-            at = flat.matrix[inward] + self.choice[:, flat.target[near]] * size
-            price += flat.entries[at[:, :, None] + strategies].sum(axis=1)
-        if flat.load.shape[1]:
-            others = self.load - flat.load[first + self.choice[:, v]]
-            price += largest_loads(flat, others[:, None] + flat.load[first : first + size])
+            inward = csr.reverse[near]  # the neighbour's strategies are the rows: v's lie one after the other
+            at = csr.matrix[inward] + self.choice[:, csr.target[near]] * size
+            price += csr.entries[at[:, :, None] + strategies].sum(axis=1)
+        if csr.load.shape[1]:
+            others = self.load - csr.load[first + self.choice[:, v]]
+            price += largest_loads(csr, others[:, None] + csr.load[first : first + size])
         if self._usages[v]:
             price += np.asarray(weight)[..., None] * self._excess(v)
         return price
 
     def _improve(self, v: int, weight: np.ndarray | float) -> bool:
-        if self.flat.sizes[v] == 1:
+        if self.csr.sizes[v] == 1:
             return False
         price, rows = self.price(v, weight), np.arange(len(self.choice))
         now = self.choice[:, v]
@@ -142,12 +142,12 @@ class Descent:
         """Adds or takes away what a node uses with a strategy of each choice."""
         for start, end, device, table in self._usages[v]:
             self.memory[:, start:end, device] += sign * table[strategy][:, None]
-        if self.flat.load.shape[1]:
-            self.load += sign * self.flat.load[self.flat.start[v] + strategy]
+        if self.csr.load.shape[1]:
+            self.load += sign * self.csr.load[self.csr.start[v] + strategy]
 
     def _excess(self, v: int) -> np.ndarray:
         """Returns `[R, S_v]` the excess in the node's intervals with each of its strategies."""
-        total = np.zeros((len(self.choice), int(self.flat.sizes[v])))
+        total = np.zeros((len(self.choice), int(self.csr.sizes[v])))
         usages = self._usages[v]
         # Usages of one node that live at the same time on a device are priced together.
         for device in sorted({device for _, _, device, _ in usages}):
@@ -171,39 +171,39 @@ class Descent:
         return total / self._unit[device]
 
 
-def varying_usages(flat: Flat) -> list[list[tuple[int, int, int, np.ndarray]]]:
+def varying_usages(csr: CSRProblem) -> list[list[tuple[int, int, int, np.ndarray]]]:
     """Returns for each node its varying usages on devices with a limit as (start, end, device, `[S_v]`)."""
-    usages_of: list[list[tuple[int, int, int, np.ndarray]]] = [[] for _ in flat.sizes]
-    times, devices = flat.base.shape
+    usages_of: list[list[tuple[int, int, int, np.ndarray]]] = [[] for _ in csr.sizes]
+    times, devices = csr.base.shape
     if not times:
         return usages_of
-    columns = scipy.sparse.csc_array(flat.usage)
+    columns = scipy.sparse.csc_array(csr.usage)
     indices, values, first = columns.indices, columns.data, columns.indptr
-    limit = np.broadcast_to(flat.limit, (devices,))
+    limit = np.broadcast_to(csr.limit, (devices,))
     for column in range(len(first) - 1):
         rows = indices[first[column] : first[column + 1]]
         usage, device = divmod(column, devices)
         if not len(rows) or np.isinf(limit[device]):
             continue
-        v = int(np.searchsorted(flat.start, rows[0], side="right")) - 1
-        table = np.zeros(int(flat.sizes[v]))
-        table[rows - flat.start[v]] = values[first[column] : first[column + 1]]
-        start, end = flat.interval[usage].tolist()
+        v = int(np.searchsorted(csr.start, rows[0], side="right")) - 1
+        table = np.zeros(int(csr.sizes[v]))
+        table[rows - csr.start[v]] = values[first[column] : first[column + 1]]
+        start, end = csr.interval[usage].tolist()
         usages_of[v].append((start, end, device, table))
     return usages_of
 
 
-def spans(flat: Flat) -> np.ndarray:
+def spans(csr: CSRProblem) -> np.ndarray:
     """Returns `[V]` how much can be at stake in a node: the spread of its costs and those of its edges."""
-    least = np.minimum.reduceat(flat.cost, flat.start[:-1])
-    most = np.maximum.reduceat(flat.cost, flat.start[:-1])
-    length = flat.sizes[flat.source] * flat.sizes[flat.target]
+    least = np.minimum.reduceat(csr.cost, csr.start[:-1])
+    most = np.maximum.reduceat(csr.cost, csr.start[:-1])
+    length = csr.sizes[csr.source] * csr.sizes[csr.target]
     spread = most - least
     if len(length):
-        entries = flat.entries[ragged_positions(flat.matrix, length)]
+        entries = csr.entries[ragged_positions(csr.matrix, length)]
         begin = np.cumsum(length) - length
         edge = np.maximum.reduceat(entries, begin) - np.minimum.reduceat(entries, begin)
-        spread = spread + np.bincount(flat.source, edge, len(flat.sizes))
+        spread = spread + np.bincount(csr.source, edge, len(csr.sizes))
     return spread
 
 
@@ -221,43 +221,43 @@ class Balance:
       choice: `[V]`.
     """
 
-    def __init__(self, flat: Flat, rng: np.random.Generator):
-        self._flat, self._rng = flat, rng
-        self._field = Field(flat)
-        strategies = np.arange(int(flat.start[-1]))
-        memory = memory_of_strategies(flat, strategies, np.ones(len(strategies)), strategies, len(strategies))
-        limit = np.broadcast_to(flat.limit, flat.base.shape).ravel()
+    def __init__(self, csr: CSRProblem, rng: np.random.Generator):
+        self._csr, self._rng = csr, rng
+        self._field = Field(csr)
+        strategies = np.arange(int(csr.start[-1]))
+        memory = memory_of_strategies(csr, strategies, np.ones(len(strategies)), strategies, len(strategies))
+        limit = np.broadcast_to(csr.limit, csr.base.shape).ravel()
         self._is_limited = np.flatnonzero(np.isfinite(limit))
         self._limit = limit[self._is_limited]
         self._use = memory.reshape(len(strategies), -1)[:, self._is_limited]  # [N, M]
-        self._node = np.repeat(np.arange(len(flat.sizes)), flat.sizes)
+        self._node = np.repeat(np.arange(len(csr.sizes)), csr.sizes)
         self._squarings: int | None = None
-        self.choice = np.zeros(len(flat.sizes), np.int64)
+        self.choice = np.zeros(len(csr.sizes), np.int64)
 
     def begin(self, choice: np.ndarray) -> None:
         """Goes on from a choice `[V]`."""
-        flat = self._flat
+        csr = self._csr
         self.choice = choice.copy()
-        self._load = flat.load[flat.start[:-1] + choice].sum(axis=0)
-        self._memory = chosen_memory(flat, choice).ravel()[self._is_limited]
-        self._costs = self._field(flat.cost, choice)
+        self._load = csr.load[csr.start[:-1] + choice].sum(axis=0)
+        self._memory = chosen_memory(csr, choice).ravel()[self._is_limited]
+        self._costs = self._field(csr.cost, choice)
 
     def begin_greedily(self, squarings: int | None) -> None:
         """Begins at a choice made node by node, from those that cannot but load a device most to the others."""
-        flat, num_nodes = self._flat, len(self._flat.sizes)
-        least = np.minimum.reduceat(largest_loads(flat, flat.load), flat.start[:-1])
+        csr, num_nodes = self._csr, len(self._csr.sizes)
+        least = np.minimum.reduceat(largest_loads(csr, csr.load), csr.start[:-1])
         self.begin(np.zeros(num_nodes, np.int64))
         self._squarings = squarings
-        self._load, self._memory = np.zeros(flat.load.shape[1]), flat.base.ravel()[self._is_limited]
+        self._load, self._memory = np.zeros(csr.load.shape[1]), csr.base.ravel()[self._is_limited]
         for v in np.argsort(-least, kind="stable").tolist():
-            rows = np.arange(int(flat.start[v]), int(flat.start[v + 1]))
+            rows = np.arange(int(csr.start[v]), int(csr.start[v + 1]))
             best = int(
-                np.argmin(self._value(self._load + flat.load[rows], self._memory + self._use[rows], self._costs[rows]))
+                np.argmin(self._value(self._load + csr.load[rows], self._memory + self._use[rows], self._costs[rows]))
             )
             self.choice[v] = best
-            self._load = self._load + flat.load[rows[best]]
+            self._load = self._load + csr.load[rows[best]]
             self._memory = self._memory + self._use[rows[best]]
-            self._costs = self._field(flat.cost, self.choice)
+            self._costs = self._field(csr.cost, self.choice)
         self.begin(self.choice)
 
     def descend(self, squarings: int | None, most_pairs: int) -> bool:
@@ -276,15 +276,15 @@ class Balance:
         movable = self._movable()
         nodes = self._rng.choice(movable, size=min(num_nodes, len(movable)), replace=False)
         choice = self.choice.copy()
-        choice[nodes] = self._rng.integers(self._flat.sizes[nodes])
+        choice[nodes] = self._rng.integers(self._csr.sizes[nodes])
         self.begin(choice)
 
     def _movable(self) -> np.ndarray:
-        return np.flatnonzero(self._flat.sizes > 1)
+        return np.flatnonzero(self._csr.sizes > 1)
 
     def _value(self, load: np.ndarray, memory: np.ndarray, cost: np.ndarray | float) -> np.ndarray:
         """Returns what choices are compared by `[...]`, from loads `[..., L]`, memory `[..., M]` and other costs."""
-        value = _norm_of(self._flat, load, self._squarings) + cost
+        value = _norm_of(self._csr, load, self._squarings) + cost
         if not len(self._limit):
             return value
         excess = np.maximum(memory - self._limit, 0.0) @ (1.0 / np.maximum(self._limit, 1e-300))
@@ -295,12 +295,12 @@ class Balance:
 
     def _changes(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns what strategies `[n]` change of loads `[n, L]`, memory `[n, M]` and other costs `[n]`."""
-        old = (self._flat.start[:-1] + self.choice)[self._node[rows]]
-        load, use, cost = self._flat.load, self._use, self._costs
+        old = (self._csr.start[:-1] + self.choice)[self._node[rows]]
+        load, use, cost = self._csr.load, self._use, self._costs
         return load[rows] - load[old], use[rows] - use[old], cost[rows] - cost[old]
 
     def _change_one(self) -> bool:
-        rows = np.arange(int(self._flat.start[-1]))
+        rows = np.arange(int(self._csr.start[-1]))
         load, memory, cost = self._changes(rows)
         values = self._value(self._load + load, self._memory + memory, cost)
         best = int(values.argmin())
@@ -308,11 +308,11 @@ class Balance:
 
     def _change_two(self, v: int) -> bool:
         """Makes the best change of node v together with one other node that no edge joins to it."""
-        flat = self._flat
-        neighbours = flat.target[flat.first[v] : flat.first[v + 1]]
-        own = np.arange(flat.start[v], flat.start[v + 1])
-        others = np.flatnonzero(~np.isin(self._node, [v, *neighbours]) & (flat.sizes > 1)[self._node])
-        width = flat.load.shape[1] + len(self._limit)
+        csr = self._csr
+        neighbours = csr.target[csr.first[v] : csr.first[v + 1]]
+        own = np.arange(csr.start[v], csr.start[v + 1])
+        others = np.flatnonzero(~np.isin(self._node, [v, *neighbours]) & (csr.sizes > 1)[self._node])
+        width = csr.load.shape[1] + len(self._limit)
         most = max(_MOST_PAIR_NUMBERS // width, 1)
         if len(own) * len(others) > most:
             own = self._rng.choice(own, size=min(len(own), max(int(most**0.5) // 2, 1)), replace=False)
@@ -336,18 +336,18 @@ class Balance:
             return False
         choice = self.choice.copy()
         for row in rows:
-            choice[self._node[row]] = row - self._flat.start[self._node[row]]
+            choice[self._node[row]] = row - self._csr.start[self._node[row]]
         self.begin(choice)
         return True
 
 
-def _norm_of(flat: Flat, load: np.ndarray, squarings: int | None) -> np.ndarray:
+def _norm_of(csr: CSRProblem, load: np.ndarray, squarings: int | None) -> np.ndarray:
     """Sums the 2^squarings-norms of each group of loads `[..., L]`, or the largest ones for None."""
     if squarings is None:
-        return largest_loads(flat, load)
-    most = np.maximum.reduceat(load, flat.load_first, axis=-1)
-    powers = np.maximum(load, 0.0) / np.repeat(np.maximum(most, 1e-300), group_sizes(flat), axis=-1)
+        return largest_loads(csr, load)
+    most = np.maximum.reduceat(load, csr.load_first, axis=-1)
+    powers = np.maximum(load, 0.0) / np.repeat(np.maximum(most, 1e-300), group_sizes(csr), axis=-1)
     for _ in range(squarings):
         powers *= powers
-    sums = np.add.reduceat(powers, flat.load_first, axis=-1)
+    sums = np.add.reduceat(powers, csr.load_first, axis=-1)
     return np.where(most > 0, most * sums ** (0.5**squarings), most).sum(axis=-1)

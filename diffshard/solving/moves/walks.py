@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffshard.solving.flat import (
-    Flat,
+from diffshard.solving.csr import (
+    CSRProblem,
     chosen_memory,
     costs_of_choices,
     excess_in_limits,
@@ -44,20 +44,20 @@ class Chains:
       best_cost: its cost, inf before there is one.
     """
 
-    def __init__(self, flat: Flat, rng: np.random.Generator, choice: np.ndarray):
-        self.flat, self._rng, self.choice = flat, rng, choice.copy()
+    def __init__(self, csr: CSRProblem, rng: np.random.Generator, choice: np.ndarray):
+        self.csr, self._rng, self.choice = csr, rng, choice.copy()
         count = len(choice)
-        position = flat.start[:-1] + choice
-        self.load = flat.load[position].sum(axis=1)
-        self.cost = costs_of_choices(flat, choice)
+        position = csr.start[:-1] + choice
+        self.load = csr.load[position].sum(axis=1)
+        self.cost = costs_of_choices(csr, choice)
         self._odd = False
-        self._movable = np.flatnonzero(flat.sizes > 1)
-        self._use = _dense_use(flat) if flat.base.size * int(flat.start[-1]) <= _MOST_TABLE_NUMBERS else None
-        chain = np.repeat(np.arange(count), len(flat.sizes))
+        self._movable = np.flatnonzero(csr.sizes > 1)
+        self._use = _dense_use(csr) if csr.base.size * int(csr.start[-1]) <= _MOST_TABLE_NUMBERS else None
+        chain = np.repeat(np.arange(count), len(csr.sizes))
         self._memory_in_use = (
-            memory_of_strategies(flat, position.ravel(), np.ones(position.size), chain, count) + flat.base
+            memory_of_strategies(csr, position.ravel(), np.ones(position.size), chain, count) + csr.base
         )
-        self.excess = excess_in_limits(flat, self._memory_in_use).sum(axis=(1, 2))
+        self.excess = excess_in_limits(csr, self._memory_in_use).sum(axis=(1, 2))
         self.best, self.best_cost = None, np.inf
         self._keep(np.arange(count))
 
@@ -65,16 +65,16 @@ class Chains:
         """Makes one Metropolis step of every chain, at a common temperature or `[R]`, in units of cost."""
         if not len(self._movable):
             return
-        flat, rng, rows = self.flat, self._rng, np.arange(len(self.choice))
+        csr, rng, rows = self.csr, self._rng, np.arange(len(self.choice))
         v = self._movable[rng.integers(len(self._movable), size=len(rows))]
         old = self.choice[rows, v]
-        new = (old + 1 + rng.integers(flat.sizes[v] - 1)) % flat.sizes[v]
-        change = flat.cost[flat.start[v] + new] - flat.cost[flat.start[v] + old] + self._edges(v, old, new)
+        new = (old + 1 + rng.integers(csr.sizes[v] - 1)) % csr.sizes[v]
+        change = csr.cost[csr.start[v] + new] - csr.cost[csr.start[v] + old] + self._edges(v, old, new)
         felt, load = change, self.load
         if load.shape[1]:
-            load = load + flat.load[flat.start[v] + new] - flat.load[flat.start[v] + old]
-            felt = change + _smooth_max(flat, load) - _smooth_max(flat, self.load)
-            change = change + largest_loads(flat, load) - largest_loads(flat, self.load)
+            load = load + csr.load[csr.start[v] + new] - csr.load[csr.start[v] + old]
+            felt = change + _smooth_max(csr, load) - _smooth_max(csr, self.load)
+            change = change + largest_loads(csr, load) - largest_loads(csr, self.load)
         threshold = np.asarray(temperature) * rng.exponential(size=len(rows))
         # A change that costs too much already is refused without a look at its memory, unless it might free some.
         maybe = np.flatnonzero((felt <= threshold) | (self.excess > 0))
@@ -109,32 +109,32 @@ class Chains:
         self.excess, self._memory_in_use = self.excess[order], self._memory_in_use[order]
 
     def _edges(self, v: np.ndarray, old: np.ndarray, new: np.ndarray) -> np.ndarray:
-        flat = self.flat
-        degree = flat.first[v + 1] - flat.first[v]
-        edge = ragged_positions(flat.first[v], degree)
+        csr = self.csr
+        degree = csr.first[v + 1] - csr.first[v]
+        edge = ragged_positions(csr.first[v], degree)
         chain = np.repeat(np.arange(len(v)), degree)
-        target = flat.target[edge]
-        column = flat.matrix[edge] + self.choice[chain, target]
-        width = flat.sizes[target]
-        difference = flat.entries[column + new[chain] * width] - flat.entries[column + old[chain] * width]
+        target = csr.target[edge]
+        column = csr.matrix[edge] + self.choice[chain, target]
+        width = csr.sizes[target]
+        difference = csr.entries[column + new[chain] * width] - csr.entries[column + old[chain] * width]
         return np.bincount(chain, difference, len(v))
 
     def _memory(
         self, rows: np.ndarray, v: np.ndarray, old: np.ndarray, new: np.ndarray
     ) -> tuple[np.ndarray | None, np.ndarray]:
         """Returns `[n, T, D]` and `[n]`: memory in use and excess of some chains after their change."""
-        flat = self.flat
-        if not flat.base.size:
+        csr = self.csr
+        if not csr.base.size:
             return None, self.excess[rows]
         if self._use is not None:
-            memory = self._memory_in_use[rows] + self._use[flat.start[v] + new] - self._use[flat.start[v] + old]
-            return memory, excess_in_limits(flat, memory).sum(axis=(1, 2))
+            memory = self._memory_in_use[rows] + self._use[csr.start[v] + new] - self._use[csr.start[v] + old]
+            return memory, excess_in_limits(csr, memory).sum(axis=(1, 2))
         count = len(rows)
-        strategies = np.concatenate([flat.start[v] + new, flat.start[v] + old])
+        strategies = np.concatenate([csr.start[v] + new, csr.start[v] + old])
         weight = np.repeat([1.0, -1.0], count)
         memory = self._memory_in_use[rows]
-        memory += memory_of_strategies(flat, strategies, weight, np.tile(np.arange(count), 2), count)
-        return memory, excess_in_limits(flat, memory).sum(axis=(1, 2))
+        memory += memory_of_strategies(csr, strategies, weight, np.tile(np.arange(count), 2), count)
+        return memory, excess_in_limits(csr, memory).sum(axis=(1, 2))
 
     def _keep(self, chains: np.ndarray) -> None:
         fits = chains[self.excess[chains] <= 0]
@@ -144,18 +144,18 @@ class Chains:
                 self.best, self.best_cost = self.choice[least].copy(), float(self.cost[least])
 
 
-def _dense_use(flat: Flat) -> np.ndarray:
+def _dense_use(csr: CSRProblem) -> np.ndarray:
     """Returns `[N, T, D]` what every strategy adds to the memory in use."""
-    strategies = np.arange(int(flat.start[-1]))
-    return memory_of_strategies(flat, strategies, np.ones(len(strategies)), strategies, len(strategies))
+    strategies = np.arange(int(csr.start[-1]))
+    return memory_of_strategies(csr, strategies, np.ones(len(strategies)), strategies, len(strategies))
 
 
-def _smooth_max(flat: Flat, load: np.ndarray) -> np.ndarray:
+def _smooth_max(csr: CSRProblem, load: np.ndarray) -> np.ndarray:
     """Returns `[R]` norms of the loads, near their maxima but lower where fewer devices are busy."""
-    most = np.maximum.reduceat(load, flat.load_first, axis=1)
+    most = np.maximum.reduceat(load, csr.load_first, axis=1)
     unit = np.where(most > 0, most, 1.0)
-    shares = np.maximum(load / np.repeat(unit, group_sizes(flat), axis=1), 0.0)
-    sums = np.add.reduceat(shares**_SMOOTH_MAX_NORM, flat.load_first, axis=1)
+    shares = np.maximum(load / np.repeat(unit, group_sizes(csr), axis=1), 0.0)
+    sums = np.add.reduceat(shares**_SMOOTH_MAX_NORM, csr.load_first, axis=1)
     return np.where(most > 0, most * sums ** (1 / _SMOOTH_MAX_NORM), most).sum(axis=1)
 
 
@@ -188,43 +188,43 @@ class Partition(NamedTuple):
     first: np.ndarray
 
 
-def split(flat: Flat, rng: np.random.Generator, num_balls: int, grow: Grow = grow_forest) -> Partition:
+def split(csr: CSRProblem, rng: np.random.Generator, num_balls: int, grow: Grow = grow_forest) -> Partition:
     """Grows balls around random nodes, breadth first, and freezes what separates them."""
-    label = _voronoi(flat, rng, num_balls) if num_balls > 1 else np.zeros(len(flat.sizes), np.int64)
+    label = _voronoi(csr, rng, num_balls) if num_balls > 1 else np.zeros(len(csr.sizes), np.int64)
     if num_balls > 1:
-        label = np.where(_inside(flat, rng, label), label, -1)
+        label = np.where(_inside(csr, rng, label), label, -1)
     node = np.flatnonzero(label >= 0)
     node = node[np.argsort(label[node], kind="stable")]
     names, label_of = np.unique(label[node], return_inverse=True)
     label = np.full(len(label), -1)
     label[node] = label_of
-    edge = np.flatnonzero(label[flat.source] >= 0)
-    share = np.where(label[flat.target[edge]] >= 0, 0.5, 1.0)
-    forests = [grow(flat, rng.permutation(node)) for _ in range(_FORESTS_PER_PARTITION)]
+    edge = np.flatnonzero(label[csr.source] >= 0)
+    share = np.where(label[csr.target[edge]] >= 0, 0.5, 1.0)
+    forests = [grow(csr, rng.permutation(node)) for _ in range(_FORESTS_PER_PARTITION)]
     first = np.searchsorted(label[node], np.arange(len(names) + 1))
     return Partition(label, len(names), forests, edge, share, node, first)
 
 
-def _voronoi(flat: Flat, rng: np.random.Generator, num_balls: int) -> np.ndarray:
-    label = np.full(len(flat.sizes), -1)
+def _voronoi(csr: CSRProblem, rng: np.random.Generator, num_balls: int) -> np.ndarray:
+    label = np.full(len(csr.sizes), -1)
     label[rng.choice(len(label), min(num_balls, len(label)), replace=False)] = np.arange(min(num_balls, len(label)))
     while True:
-        edge = np.flatnonzero((label[flat.source] >= 0) & (label[flat.target] < 0))
+        edge = np.flatnonzero((label[csr.source] >= 0) & (label[csr.target] < 0))
         if not len(edge):
             break
         edge = rng.permutation(edge)
-        label[flat.target[edge]] = label[flat.source[edge]]
+        label[csr.target[edge]] = label[csr.source[edge]]
     alone = np.flatnonzero(label < 0)
     label[alone] = num_balls + np.arange(len(alone))
     return label
 
 
-def _inside(flat: Flat, rng: np.random.Generator, label: np.ndarray) -> np.ndarray:
+def _inside(csr: CSRProblem, rng: np.random.Generator, label: np.ndarray) -> np.ndarray:
     """Returns `[V]` which nodes stay in their balls: greedily, those without a neighbour inside another ball."""
-    degree = np.diff(flat.first)
+    degree = np.diff(csr.first)
     frozen = (degree > _HUB_DEGREE_RATIO * max(degree.mean(), 1.0)) & (rng.random(len(label)) < _FROZEN_HUB_SHARE)
     rank = rng.permutation(label.max() + 1)
-    first, target, names = flat.first.tolist(), flat.target.tolist(), label.tolist()
+    first, target, names = csr.first.tolist(), csr.target.tolist(), label.tolist()
     inside = [False] * len(names)
     for v in np.argsort(rank[label], kind="stable").tolist():
         if not frozen[v]:
@@ -242,19 +242,19 @@ def perturb(polish: Polish, partition: Partition, num_moves: int, temperature: f
       temperature: of the noise on costs, largest first and none in the last moves; each ball draws its own below it.
       spread: standard deviation of the logarithm of the factors on the price of memory, of balls and of nodes.
     """
-    flat, rng = polish.flat, polish.rng
+    csr, rng = polish.csr, polish.rng
     start = polish.choice = polish.best.copy()
     heat = temperature * rng.random(partition.num_balls) ** _TEMPERATURE_POWER
-    of_node = np.zeros(len(flat.sizes))
+    of_node = np.zeros(len(csr.sizes))
     of_node[partition.node] = heat[partition.label[partition.node]]
-    noise = np.repeat(of_node, flat.sizes)
+    noise = np.repeat(of_node, csr.sizes)
     # At one price equal layers would all change together; a ball or node that pays less changes before the others.
-    factors = np.exp(spread * rng.normal(size=len(flat.sizes)))
+    factors = np.exp(spread * rng.normal(size=len(csr.sizes)))
     if partition.num_balls > 1:
         factors[partition.node] *= np.exp(spread * rng.normal(size=partition.num_balls))[
             partition.label[partition.node]
         ]
-    weight = np.repeat(factors, flat.sizes) if flat.base.size else 1.0
+    weight = np.repeat(factors, csr.sizes) if csr.base.size else 1.0
     for i in range(num_moves):
         cooling = max(1 - i / max(num_moves - 2, 1), 0.0)
         polish.move(partition.forests[rng.integers(len(partition.forests))], noise * cooling, weight)
@@ -269,17 +269,17 @@ def _accept(polish: Polish, partition: Partition, start: np.ndarray, target_choi
     Returns:
       How many balls were taken over in the last try that gave a better choice.
     """
-    flat = polish.flat
-    change = _change(flat, partition, start, target_choice, flat.cost)
+    csr = polish.csr
+    change = _change(csr, partition, start, target_choice, csr.cost)
     orders = [np.argsort(change)[: (change < 0).sum()]]
-    if flat.base.size:
-        at_prices = _change(flat, partition, start, target_choice, polish.costs())
+    if csr.base.size:
+        at_prices = _change(csr, partition, start, target_choice, polish.costs())
         good = np.flatnonzero(at_prices < 0)
         frees = change[good] > at_prices[good]
         orders.append(good[np.lexsort((at_prices[good], ~frees))])
     num_accepted = 0
     for order in orders:
-        current, room, count = start.copy(), _Room(flat, start), 0
+        current, room, count = start.copy(), _Room(csr, start), 0
         for b in order.tolist():
             nodes = partition.node[partition.first[b] : partition.first[b + 1]]
             nodes = nodes[target_choice[nodes] != start[nodes]]
@@ -292,35 +292,35 @@ def _accept(polish: Polish, partition: Partition, start: np.ndarray, target_choi
 
 
 def _change(
-    flat: Flat, partition: Partition, start: np.ndarray, target_choice: np.ndarray, cost: np.ndarray
+    csr: CSRProblem, partition: Partition, start: np.ndarray, target_choice: np.ndarray, cost: np.ndarray
 ) -> np.ndarray:
     """Returns `[num_balls]` what each ball's change costs, with node costs `cost` `[N]`."""
     edge, node = partition.edge, partition.node
-    source, target = flat.source[edge], flat.target[edge]
-    row = flat.matrix[edge]
-    before = flat.entries[row + start[source] * flat.sizes[target] + start[target]]
-    after = flat.entries[row + target_choice[source] * flat.sizes[target] + target_choice[target]]
+    source, target = csr.source[edge], csr.target[edge]
+    row = csr.matrix[edge]
+    before = csr.entries[row + start[source] * csr.sizes[target] + start[target]]
+    after = csr.entries[row + target_choice[source] * csr.sizes[target] + target_choice[target]]
     change = np.bincount(partition.label[source], (after - before) * partition.share, partition.num_balls)
-    node_change = cost[flat.start[node] + target_choice[node]] - cost[flat.start[node] + start[node]]
+    node_change = cost[csr.start[node] + target_choice[node]] - cost[csr.start[node] + start[node]]
     return change + np.bincount(partition.label[node], node_change, partition.num_balls)
 
 
 class _Room:
     """The memory that is in use, and what fits beside it."""
 
-    def __init__(self, flat: Flat, choice: np.ndarray):
-        self._flat = flat
-        self._memory = chosen_memory(flat, choice) if flat.base.size else None
+    def __init__(self, csr: CSRProblem, choice: np.ndarray):
+        self._csr = csr
+        self._memory = chosen_memory(csr, choice) if csr.base.size else None
 
     def takes(self, nodes: np.ndarray, before: np.ndarray, after: np.ndarray) -> bool:
         """Adds the change of some nodes to the memory in use if it fits; returns whether it did."""
         if self._memory is None:
             return True
-        flat = self._flat
-        strategies = np.concatenate([flat.start[nodes] + after, flat.start[nodes] + before])
+        csr = self._csr
+        strategies = np.concatenate([csr.start[nodes] + after, csr.start[nodes] + before])
         weight = np.repeat([1.0, -1.0], len(nodes))
-        times, change = memory_change(flat, strategies, weight)
-        if ((change > 0) & (self._memory[times] + change > flat.limit)).any():
+        times, change = memory_change(csr, strategies, weight)
+        if ((change > 0) & (self._memory[times] + change > csr.limit)).any():
             return False
         self._memory[times] += change
         return True

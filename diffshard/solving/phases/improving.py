@@ -80,7 +80,7 @@ class Neighbourhoods:
 
     def __call__(self, search: Search) -> Iterator[float]:
         """Perturbs and polishes; has no bound."""
-        polish, rng, num_nodes = search.polish, search.polish.rng, len(search.flat.sizes)
+        polish, rng, num_nodes = search.polish, search.polish.rng, len(search.csr.sizes)
         noise = self.most_noise * search.cost_per_node
         progress = search.clock.progress(self.num_rounds, 1.0)
         i, last_improvement, partition = 0, 0, None
@@ -89,7 +89,7 @@ class Neighbourhoods:
                 return
             if partition is None or i % self.rounds_per_partition == 0:
                 nodes = self.nodes_per_ball * np.exp(self.ball_spread * rng.normal())
-                partition = split(search.flat, rng, max(1, round(num_nodes / nodes)), polish.grow)
+                partition = split(search.csr, rng, max(1, round(num_nodes / nodes)), polish.grow)
             rank = polish.best_rank
             perturb(polish, partition, self.num_moves, noise, self.memory_spread)
             i += 1
@@ -120,9 +120,9 @@ class TemperedChains:
 
     def __call__(self, search: Search) -> Iterator[float]:
         """Runs the chains; has no bound."""
-        polish, num_nodes = search.polish, len(search.flat.sizes)
+        polish, num_nodes = search.polish, len(search.csr.sizes)
         temperatures = search.cost_per_node * np.geomspace(*self.temperatures, self.num_chains)
-        chains = Chains(search.flat, polish.rng, self._starts(search))
+        chains = Chains(search.csr, polish.rng, self._starts(search))
         progress = search.clock.progress(round(self.steps_per_node * num_nodes), 1.0)
         step = 0
         while progress(step) < 1:
@@ -139,7 +139,7 @@ class TemperedChains:
         """Returns the choices `[num_chains, V]` at which the chains begin, the coldest first."""
         starts = np.repeat(search.polish.best[None], self.num_chains, axis=0)
         if self.num_random_starts:
-            sizes = search.flat.sizes
+            sizes = search.csr.sizes
             random_choices = search.polish.rng.integers(sizes, size=(self.num_random_starts, len(sizes)))
             starts[self.num_chains - self.num_random_starts :] = random_choices
         return starts
@@ -169,10 +169,10 @@ class Balancing:
 
     def __call__(self, search: Search) -> Iterator[float]:
         """Levels the loads; has no bound."""
-        flat, polish = search.flat, search.polish
-        if not flat.load.shape[1] or int(flat.start[-1]) * (flat.base.size + flat.load.shape[1]) > _MOST_TABLE_NUMBERS:
+        csr, polish = search.csr, search.polish
+        if not csr.load.shape[1] or int(csr.start[-1]) * (csr.base.size + csr.load.shape[1]) > _MOST_TABLE_NUMBERS:
             return
-        balance = Balance(flat, polish.rng)
+        balance = Balance(csr, polish.rng)
         balance.begin_greedily(self.squarings[0])
         progress = search.clock.progress(self.num_kicks + 1, self.end_share, 0.1)
         for done in range(10**9):
@@ -212,7 +212,7 @@ class Branches:
                 return
             more = branching.step(polish.best_cost)
             ascent = branching.last_ascent
-            polish.begin(rounded_choice(search.flat, ascent.absorbed_cost), ascent.best[1].memory)
+            polish.begin(rounded_choice(search.csr, ascent.absorbed_cost), ascent.best[1].memory)
             for _ in range(self.num_moves):
                 polish.anneal(0.0, 0.1)
             yield branching.bound

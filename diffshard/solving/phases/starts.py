@@ -21,8 +21,8 @@ import numpy as np
 
 from cost.base import Problem, is_forbidden
 from diffshard.base import Solver
+from diffshard.solving.csr import CSRProblem
 from diffshard.solving.dual.ascent import Ascent, PriceStep, step_along_excess
-from diffshard.solving.flat import Flat
 from diffshard.solving.form import quotient_by_equality
 from diffshard.solving.loop import run_solver
 from diffshard.solving.moves.polish import Polish, rounded_choice
@@ -89,20 +89,20 @@ class Search:
     key: jax.Array
 
     @property
-    def flat(self) -> Flat:
-        """The problem as flat arrays."""
-        return self.polish.flat
+    def csr(self) -> CSRProblem:
+        """The problem in compressed sparse rows."""
+        return self.polish.csr
 
     @property
     def cost_per_node(self) -> float:
         """The size of the bound per node: the unit of all temperatures."""
-        return max(abs(self.bound), 1e-30) / len(self.flat.sizes)
+        return max(abs(self.bound), 1e-30) / len(self.csr.sizes)
 
 
 class AscentPhase(Protocol):
     """What raises the dual's bound before there is a choice."""
 
-    def init(self, flat: Flat) -> Ascent:
+    def init(self, csr: CSRProblem) -> Ascent:
         """Returns the dual before the first sweep."""
         ...
 
@@ -148,9 +148,9 @@ class DualAscent:
     least_sweeps: int = 60
     price_step: PriceStep = step_along_excess
 
-    def init(self, flat: Flat) -> Ascent:
+    def init(self, csr: CSRProblem) -> Ascent:
         """Returns the dual at zero messages and the first prices."""
-        return Ascent(flat, price_step=self.price_step)
+        return Ascent(csr, price_step=self.price_step)
 
     def __call__(self, ascent: Ascent, clock: Clock) -> Iterator[Start]:
         """Raises the bound; yields starts on the way and one at the end."""
@@ -164,7 +164,7 @@ class DualAscent:
                 break
             ascent.step(share)
             bounds.append(ascent.bound)
-            if not ascent.flat.base.size and self._stalls(bounds):
+            if not ascent.csr.base.size and self._stalls(bounds):
                 break
             if share >= next_start:
                 next_start += self.start_interval
@@ -178,7 +178,7 @@ class DualAscent:
 
 
 def _read_off(ascent: Ascent) -> Start:
-    return Start(rounded_choice(ascent.flat, ascent.absorbed_cost), ascent.prices.memory)
+    return Start(rounded_choice(ascent.csr, ascent.absorbed_cost), ascent.prices.memory)
 
 
 _SETTLING_RATE, _SETTLING_GROWTH = 0.1, 1.05
@@ -231,7 +231,7 @@ class DualStarts:
         rng = search.polish.rng
         noise = self.most_noise * search.cost_per_node * rng.random() ** 3  # mostly little
         costs, memory = search.ascent.perturbed_costs(rng, self.num_sweeps, noise)
-        return Start(rounded_choice(search.flat, costs), memory)
+        return Start(rounded_choice(search.csr, costs), memory)
 
 
 def moves_from(search: Search, start: Start, num_moves: int) -> Iterator[float]:

@@ -29,7 +29,7 @@ import scipy.sparse
 
 from cost.base import Problem, is_forbidden, load_groups, num_memory_devices, num_strategies
 from cost.memory import limit_unit, numbered_times
-from diffshard.solving.flat import ragged_positions
+from diffshard.solving.csr import ragged_positions
 
 _WINDOW = 1e4
 """The width of the window in the objective's units: HiGHS advises costs of at most 1e6, and has tolerances of 1e-6."""

@@ -20,18 +20,18 @@ from scipy.sparse.csgraph import reverse_cuthill_mckee
 
 from cost.base import Problem
 from diffshard.base import Proposal
-from diffshard.solving.dual.ascent import step_memory_prices
-from diffshard.solving.examples import chain
-from diffshard.solving.flat import (
-    Flat,
+from diffshard.solving.csr import (
+    CSRProblem,
     chosen_cost,
     chosen_memory,
-    flatten,
     largest_loads,
     memory_price,
     numpy_generator,
+    to_csr,
     with_ceiling,
 )
+from diffshard.solving.dual.ascent import step_memory_prices
+from diffshard.solving.examples import chain
 from diffshard.solving.moves.single_nodes import Descent, varying_usages
 from diffshard.solving.solvers.greedy import least_entries
 
@@ -46,27 +46,27 @@ _LAST_RATE = 0.03  # of the price steps at the end, where the first ones have ra
 
 def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array) -> Iterator[Proposal]:
     """Yields the result of each width, until the time is over or the last width is done; has no bound."""
-    rng, flat = numpy_generator(key), with_ceiling(flatten(problem))
-    order = narrow_order(flat)
-    search = _Beam(flat, order, rng)
-    price_runs = _PRICE_RUNS if flat.base.size else 0
+    rng, csr = numpy_generator(key), with_ceiling(to_csr(problem))
+    order = narrow_order(csr)
+    search = _Beam(csr, order, rng)
+    price_runs = _PRICE_RUNS if csr.base.size else 0
     last_width = _LAST_WIDTH if time_limit_s is None else _LAST_WIDTH_LIMITED
     widths = [_FIRST_WIDTH] * price_runs + [w for w in 4 ** np.arange(10) if _FIRST_WIDTH <= w <= last_width]
     for run, width in enumerate(widths):
         for _ in search.run(int(width), 0.0 if run < price_runs else 1.0):
             yield Proposal()
         search.reprice(_LAST_RATE ** (run / len(widths)))
-        descent = Descent(flat, search.choice[None])
+        descent = Descent(csr, search.choice[None])
         yield Proposal(search.choice)
         for _ in descent.repair(order[::-1]):
             yield Proposal()
         yield Proposal(descent.choice[0])
 
 
-def narrow_order(flat: Flat) -> np.ndarray:
+def narrow_order(csr: CSRProblem) -> np.ndarray:
     """Returns `[V]` the nodes in an order that puts neighbours close to each other."""
-    count = len(flat.sizes)
-    graph = scipy.sparse.csr_array((np.ones(len(flat.source)), (flat.source, flat.target)), shape=(count, count))
+    count = len(csr.sizes)
+    graph = scipy.sparse.csr_array((np.ones(len(csr.source)), (csr.source, csr.target)), shape=(count, count))
     return np.asarray(reverse_cuthill_mckee(scipy.sparse.csr_matrix(graph), symmetric_mode=True), np.int64)
 
 
@@ -94,24 +94,24 @@ class _Partials(NamedTuple):
 class _Beam:
     """What all widths share, and the choice of the last run."""
 
-    def __init__(self, flat: Flat, order: np.ndarray, rng: np.random.Generator):
-        self._flat, self._order = flat, order
+    def __init__(self, csr: CSRProblem, order: np.ndarray, rng: np.random.Generator):
+        self._csr, self._order = csr, order
         rank = np.empty_like(order)
         rank[order] = np.arange(len(order))
         self._rank = rank
-        self._least_entry = least_entries(flat)
-        rows = flat.sizes[flat.source]
+        self._least_entry = least_entries(csr)
+        rows = csr.sizes[csr.source]
         self._begin = np.cumsum(rows) - rows
-        self._numbers = rng.integers(1 << 62, size=len(flat.cost))
+        self._numbers = rng.integers(1 << 62, size=len(csr.cost))
         last = rank.copy()
-        np.maximum.at(last, flat.source, rank[flat.target])
+        np.maximum.at(last, csr.source, rank[csr.target])
         self._closing: list[set[int]] = [set() for _ in order]
         for v, step in enumerate(last.tolist()):
             self._closing[step].add(v)
-        self._usages = varying_usages(flat)
+        self._usages = varying_usages(csr)
         self._cost_size = 0.0
-        self._memory_price = np.zeros(flat.base.shape)
-        self._cost = flat.cost
+        self._memory_price = np.zeros(csr.base.shape)
+        self._cost = csr.cost
         self.choice = np.zeros(len(order), np.int64)
 
     def run(self, width: int, excess_weight: float = 0.0) -> Iterator[None]:
@@ -120,14 +120,14 @@ class _Beam:
         Args:
           excess_weight: the cost of a limit's worth of memory in excess at one time, in costs of the last result.
         """
-        flat, none = self._flat, np.zeros(1)
+        csr, none = self._csr, np.zeros(1)
         beam = _Partials(
             [],
             np.zeros((0, 1), np.int64),
             np.zeros(1, np.int64),
             none,
-            none[:, None] * flat.load[:1],
-            flat.base[None],
+            none[:, None] * csr.load[:1],
+            csr.base[None],
             none,
         )
         steps = []
@@ -139,36 +139,36 @@ class _Beam:
         for v, parent, strategy in reversed(steps):
             self.choice[v] = strategy[partial]
             partial = parent[partial]
-        self._cost_size = abs(float(chosen_cost(flat, self.choice)))
+        self._cost_size = abs(float(chosen_cost(csr, self.choice)))
 
     def reprice(self, rate: float) -> None:
         """Raises the prices of memory where the choice of the last run exceeds the limit, and lowers them elsewhere."""
-        flat = self._flat
-        if flat.base.size:
-            unit = np.maximum(flat.limit, 1e-30)
-            excess = chosen_memory(flat, self.choice) / unit - 1
+        csr = self._csr
+        if csr.base.size:
+            unit = np.maximum(csr.limit, 1e-30)
+            excess = chosen_memory(csr, self.choice) / unit - 1
             least = _LEAST_PRICE * self._cost_size / unit
             self._memory_price = step_memory_prices(self._memory_price, excess, least, _PRICE_GAIN * rate)
-            self._cost = flat.cost + memory_price(flat, self._memory_price)
+            self._cost = csr.cost + memory_price(csr, self._memory_price)
 
     def _step(
         self, beam: _Partials, v: int, closing: set[int], width: int, weight: float
     ) -> tuple[_Partials, np.ndarray, np.ndarray]:
         """Decides a node; returns the partial choices that go on, the one that each comes from, and its strategy."""
-        flat = self._flat
-        positions = slice(flat.start[v], flat.start[v + 1])
+        csr = self._csr
+        positions = slice(csr.start[v], csr.start[v + 1])
         cost = beam.cost[:, None] + self._price(v, beam)
         excess = beam.excess[:, None] + self._excess(v, beam.memory)
-        load = beam.load[:, None] + flat.load[positions]
+        load = beam.load[:, None] + csr.load[positions]
         digest = beam.digest[:, None] ^ self._numbers[positions]
         for row, u in enumerate(beam.open):
             if u in closing:
-                digest ^= self._numbers[flat.start[u] + beam.strategy[row]][:, None]
+                digest ^= self._numbers[csr.start[u] + beam.strategy[row]][:, None]
         if v in closing:
             digest ^= self._numbers[positions]
-        priority = cost + largest_loads(flat, load) + weight * excess
+        priority = cost + largest_loads(csr, load) + weight * excess
         best = _best(priority.ravel(), digest.ravel(), width)
-        parent, strategy = np.divmod(best, flat.sizes[v])
+        parent, strategy = np.divmod(best, csr.sizes[v])
         staying = [row for row, u in enumerate(beam.open) if u not in closing]
         open_strategy, nodes = beam.strategy[staying][:, parent], [beam.open[row] for row in staying]
         if v not in closing:
@@ -192,14 +192,14 @@ class _Beam:
 
         The least of an edge to a decided node was added when that node was decided, so it is taken away again.
         """
-        flat, size = self._flat, int(self._flat.sizes[v])
+        csr, size = self._csr, int(self._csr.sizes[v])
         row_of = {u: row for row, u in enumerate(beam.open)}
-        price = np.repeat(self._cost[None, flat.start[v] : flat.start[v + 1]], len(beam.cost), axis=0)
-        for e in range(flat.first[v], flat.first[v + 1]):
-            u = int(flat.target[e])
+        price = np.repeat(self._cost[None, csr.start[v] : csr.start[v + 1]], len(beam.cost), axis=0)
+        for e in range(csr.first[v], csr.first[v + 1]):
+            u = int(csr.target[e])
             if u in row_of:
-                neighbour_strategy, inward = beam.strategy[row_of[u]], int(flat.reverse[e])
-                price += flat.entries[(flat.matrix[inward] + neighbour_strategy * size)[:, None] + np.arange(size)]
+                neighbour_strategy, inward = beam.strategy[row_of[u]], int(csr.reverse[e])
+                price += csr.entries[(csr.matrix[inward] + neighbour_strategy * size)[:, None] + np.arange(size)]
                 price -= self._least_entry[self._begin[inward] + neighbour_strategy][:, None]
             else:
                 price += self._least_entry[self._begin[e] : self._begin[e] + size]
@@ -207,9 +207,9 @@ class _Beam:
 
     def _excess(self, v: int, memory: np.ndarray) -> np.ndarray:
         """Returns `[B, S_v]` what each strategy adds to the excess, one usage of the node after the other."""
-        total = np.zeros((len(memory), int(self._flat.sizes[v])))
+        total = np.zeros((len(memory), int(self._csr.sizes[v])))
         for start, end, device, table in self._usages[v]:
-            limit = float(self._flat.limit[device])
+            limit = float(self._csr.limit[device])
             room = memory[:, start:end, device] - limit
             room = room[:, (room + table.max() > 0).any(axis=0)]
             for s, amount in enumerate(table):

@@ -22,8 +22,8 @@ import numpy as np
 from cost.base import Problem, is_forbidden, load_groups, num_strategies
 from cost.evaluation import chosen_costs
 from diffshard.base import Proposal
+from diffshard.solving.csr import to_csr, with_ceiling
 from diffshard.solving.examples import chain
-from diffshard.solving.flat import flatten, with_ceiling
 from diffshard.solving.moves.single_nodes import Descent
 
 MOST_TABLE_ENTRIES = 1 << 24
@@ -73,9 +73,9 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
         yield Proposal(choice, math.inf)
         return
     yield Proposal(choice, bound)
-    flat = with_ceiling(flatten(problem))
-    if flat.load.shape[1] or flat.base.size:
-        descent = Descent(flat, choice[None])
+    csr = with_ceiling(to_csr(problem))
+    if csr.load.shape[1] or csr.base.size:
+        descent = Descent(csr, choice[None])
         for _ in descent.repair(np.arange(len(choice))):
             yield Proposal()
         yield Proposal(descent.choice[0])

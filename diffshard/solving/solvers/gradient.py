@@ -22,9 +22,9 @@ import numpy as np
 
 from cost.base import Problem, num_loads, num_strategies
 from diffshard.base import OPTIMAL_GAP, Proposal
+from diffshard.solving.csr import numpy_generator, to_csr, with_ceiling
 from diffshard.solving.dual.sweeps import lay_out
 from diffshard.solving.examples import coupled_ring
-from diffshard.solving.flat import flatten, numpy_generator, with_ceiling
 from diffshard.solving.moves.forest import Grow, grow_forest
 from diffshard.solving.moves.polish import Polish
 from diffshard.solving.phases.improving import Annealing, Branches, Neighbourhoods, SideBySide, TemperedChains
@@ -91,9 +91,9 @@ def solve(
     if math.prod(num_strategies(problem).tolist()) <= most_enumerated:
         yield from exhaustive.solve(problem)
         return
-    clock, flat, rng = Clock(time_limit_s), with_ceiling(flatten(problem)), numpy_generator(key)
-    ascent = dual_ascent.init(flat)
-    exact_layout = lay_out(flat, np.float64)
+    clock, csr, rng = Clock(time_limit_s), with_ceiling(to_csr(problem)), numpy_generator(key)
+    ascent = dual_ascent.init(csr)
+    exact_layout = lay_out(csr, np.float64)
     starts: list[Start] = []
     for start in dual_ascent(ascent, clock):
         starts.append(start)
@@ -101,7 +101,7 @@ def solve(
         yield Proposal(start.choice, ascent.certified_bound(exact_layout) if time_limit_s is None else -math.inf)
     bound = ascent.certified_bound(exact_layout)
     yield Proposal(lower_bound=bound)
-    polish = Polish(flat, rng, starts[-1].choice, ascent.best[1], bound, grow)
+    polish = Polish(csr, rng, starts[-1].choice, ascent.best[1], bound, grow)
     last_starts = tuple(starts[: -MOST_ASCENT_STARTS - 1 : -1])
     search = Search(problem, ascent, polish, last_starts, bound, clock, key)
     yield from _improve(search, phases(problem))

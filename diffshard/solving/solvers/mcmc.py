@@ -11,8 +11,8 @@ import numpy as np
 
 from cost.base import Problem, num_strategies
 from diffshard.base import Proposal
+from diffshard.solving.csr import numpy_generator, to_csr, with_ceiling
 from diffshard.solving.examples import chain
-from diffshard.solving.flat import flatten, numpy_generator, with_ceiling
 from diffshard.solving.moves.walks import Chains
 
 _NUM_CHAINS = 8  # from random choices; chosen by hand
@@ -23,9 +23,9 @@ _TEMPERATURES = 1.0, 1e-4  # first and last, in the best chain's cost per node; 
 
 def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array) -> Iterator[Proposal]:
     """Yields the best of the chains; has no bound."""
-    rng, flat = numpy_generator(key), with_ceiling(flatten(problem))
+    rng, csr = numpy_generator(key), with_ceiling(to_csr(problem))
     sizes = num_strategies(problem)
-    chains = Chains(flat, rng, rng.integers(sizes, size=(_NUM_CHAINS, len(sizes))))
+    chains = Chains(csr, rng, rng.integers(sizes, size=(_NUM_CHAINS, len(sizes))))
     start, num_steps = time.perf_counter(), _STEPS_PER_NODE * len(sizes)
     hot, cold = _TEMPERATURES
     proposed_cost, share, step = np.inf, 0.0, 0

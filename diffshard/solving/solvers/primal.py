@@ -25,17 +25,17 @@ import scipy.sparse
 from cost.base import Problem
 from cost.memory import limit_unit
 from diffshard.base import Proposal
-from diffshard.solving.examples import chain
-from diffshard.solving.flat import (
-    Flat,
-    flatten,
+from diffshard.solving.csr import (
+    CSRProblem,
     largest_loads,
     memory_price,
     memory_use,
     numpy_generator,
     ragged_positions,
+    to_csr,
     with_ceiling,
 )
+from diffshard.solving.examples import chain
 from diffshard.solving.moves.single_nodes import Descent
 
 # All numbers were chosen by hand on generated layers.
@@ -62,7 +62,7 @@ class _Energy(NamedTuple):
       load: `[N, D']`.
     """
 
-    flat: Flat
+    csr: CSRProblem
     cost: np.ndarray
     edges: scipy.sparse.csr_array
     unit: np.ndarray
@@ -79,16 +79,16 @@ class _State(NamedTuple):
 def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array) -> Iterator[Proposal]:
     """Yields roundings of all starts, at several moments and at the end; has no bound."""
     start, rng = time.perf_counter(), numpy_generator(key)
-    flat = with_ceiling(flatten(problem))
-    uniform = np.repeat(1.0 / flat.sizes, flat.sizes)
-    yield from _roundings(flat, uniform[None], rng)
-    energy = _energy(flat)
+    csr = with_ceiling(to_csr(problem))
+    uniform = np.repeat(1.0 / csr.sizes, csr.sizes)
+    yield from _roundings(csr, uniform[None], rng)
+    energy = _energy(csr)
     yield Proposal()
-    logits = rng.normal(size=(_NUM_STARTS, len(flat.cost)))
+    logits = rng.normal(size=(_NUM_STARTS, len(csr.cost)))
     zeros = np.zeros_like(logits)
-    state = _State(logits, zeros, zeros, np.zeros((_NUM_STARTS, *flat.base.shape)))
+    state = _State(logits, zeros, zeros, np.zeros((_NUM_STARTS, *csr.base.shape)))
     hot, cold = _TEMPERATURES
-    typical = _typical(flat, rng)
+    typical = _typical(csr, rng)
     share, step, num_roundings = 0.0, 0, 0
     while share < 1:
         step += 1
@@ -99,17 +99,17 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
             share = (time.perf_counter() - start) / (_DESCENT_TIME_SHARE * time_limit_s)
         if share >= (num_roundings + 1) / _NUM_ROUNDINGS or share >= 1:
             num_roundings += 1
-            yield from _roundings(flat, softmax(flat, state.logits), rng)
+            yield from _roundings(csr, softmax(csr, state.logits), rng)
         else:
             yield Proposal()
 
 
-def softmax(flat: Flat, logits: np.ndarray) -> np.ndarray:
+def softmax(csr: CSRProblem, logits: np.ndarray) -> np.ndarray:
     """Returns the softmax over each node's logits `[R, N]`."""
-    starts = flat.start[:-1]
-    most = np.repeat(np.maximum.reduceat(logits, starts, axis=1), flat.sizes, axis=1)
+    starts = csr.start[:-1]
+    most = np.repeat(np.maximum.reduceat(logits, starts, axis=1), csr.sizes, axis=1)
     weights = np.exp(logits - most)
-    return weights / np.repeat(np.add.reduceat(weights, starts, axis=1), flat.sizes, axis=1)
+    return weights / np.repeat(np.add.reduceat(weights, starts, axis=1), csr.sizes, axis=1)
 
 
 def _descend(energy: _Energy, state: _State, temperature: float, step: int) -> _State:
@@ -140,14 +140,14 @@ def objective(
       The objective `[R]`, its gradient `[R, N]`, and the expected excess of memory `[R, T, D]` in units of the limit,
       negative where there is room.
     """
-    flat = energy.flat
-    rows = softmax(flat, logits)
+    csr = energy.csr
+    rows = softmax(csr, logits)
     through_edges = (energy.edges @ rows.T).T
     total = rows @ energy.cost + 0.5 * (rows * through_edges).sum(axis=1)
     slope = energy.cost + through_edges
     if energy.load.shape[1]:
         loads = rows @ energy.load
-        for group in np.split(np.arange(loads.shape[1]), flat.load_first[1:]):
+        for group in np.split(np.arange(loads.shape[1]), csr.load_first[1:]):
             total += loads[:, group].max(axis=1)
             slope = slope + energy.load[:, group[loads[:, group].argmax(axis=1)]].T
     scale = np.abs(total)
@@ -155,43 +155,43 @@ def objective(
     total += temperature * (rows * logarithm).sum(axis=1)
     slope = slope + temperature * (logarithm + 1)
     excess = np.zeros_like(multiplier)
-    if flat.base.size:
-        limit = np.where(np.isfinite(flat.limit), flat.limit, 0.0)
+    if csr.base.size:
+        limit = np.where(np.isfinite(csr.limit), csr.limit, 0.0)
         for r, row in enumerate(rows):
-            used = memory_use(flat, flat.usage.T @ row)
-            excess[r] = np.where(np.isfinite(flat.limit), (used - limit) / energy.unit, -1.0)
+            used = memory_use(csr, csr.usage.T @ row)
+            excess[r] = np.where(np.isfinite(csr.limit), (used - limit) / energy.unit, -1.0)
             price = multiplier[r] + _MULTIPLIER_GAIN * np.maximum(excess[r], 0.0)
-            slope[r] += scale[r] * memory_price(flat, price / energy.unit)
+            slope[r] += scale[r] * memory_price(csr, price / energy.unit)
         penalty = multiplier * excess + 0.5 * _MULTIPLIER_GAIN * np.maximum(excess, 0.0) ** 2
         total += scale * penalty.sum(axis=(1, 2))
-    mean = np.add.reduceat(rows * slope, flat.start[:-1], axis=1)
-    return total, rows * (slope - np.repeat(mean, flat.sizes, axis=1)), excess
+    mean = np.add.reduceat(rows * slope, csr.start[:-1], axis=1)
+    return total, rows * (slope - np.repeat(mean, csr.sizes, axis=1)), excess
 
 
-def _energy(flat: Flat) -> _Energy:
-    scale, most = _mean(np.concatenate([flat.cost, flat.entries])), _LARGEST_ENTRY_PER_NODE * len(flat.sizes)
+def _energy(csr: CSRProblem) -> _Energy:
+    scale, most = _mean(np.concatenate([csr.cost, csr.entries])), _LARGEST_ENTRY_PER_NODE * len(csr.sizes)
 
     def scale_costs(costs: np.ndarray) -> np.ndarray:
         return np.clip(costs / scale, -most, most)
 
     return _Energy(
-        flat=flat,
-        cost=scale_costs(flat.cost),
-        edges=_edges(flat, scale_costs(flat.entries)),
-        unit=limit_unit(flat.limit),
-        load=scale_costs(flat.load),
+        csr=csr,
+        cost=scale_costs(csr.cost),
+        edges=_edges(csr, scale_costs(csr.entries)),
+        unit=limit_unit(csr.limit),
+        load=scale_costs(csr.load),
     )
 
 
-def _edges(flat: Flat, entries: np.ndarray) -> scipy.sparse.csr_array:
+def _edges(csr: CSRProblem, entries: np.ndarray) -> scipy.sparse.csr_array:
     """Returns all matrices as one; directed edges lie in the order of their sources, each row by row."""
-    rows, columns = flat.sizes[flat.source], flat.sizes[flat.target]
+    rows, columns = csr.sizes[csr.source], csr.sizes[csr.target]
     lengths = rows * columns
-    row = np.repeat(ragged_positions(flat.start[flat.source], rows), np.repeat(columns, rows))
+    row = np.repeat(ragged_positions(csr.start[csr.source], rows), np.repeat(columns, rows))
     within = ragged_positions(np.zeros(len(lengths), np.int64), lengths)
-    column = np.repeat(flat.start[flat.target], lengths) + within % np.repeat(columns, lengths)
-    values = entries[ragged_positions(flat.matrix, lengths)]
-    size = len(flat.cost)
+    column = np.repeat(csr.start[csr.target], lengths) + within % np.repeat(columns, lengths)
+    values = entries[ragged_positions(csr.matrix, lengths)]
+    size = len(csr.cost)
     return scipy.sparse.csr_array((values, (row, column)), shape=(size, size))
 
 
@@ -201,52 +201,52 @@ def _mean(costs: np.ndarray) -> float:
     return float(sizes[sizes <= np.quantile(sizes, 0.9)].mean()) if len(sizes) else 1.0
 
 
-def _typical(flat: Flat, rng: np.random.Generator) -> float:
+def _typical(csr: CSRProblem, rng: np.random.Generator) -> float:
     """Returns the cost per node of a random choice, in units of the energy."""
-    descent = Descent(flat, rng.integers(flat.sizes, size=(4, len(flat.sizes))))
-    return float(np.median(np.abs(descent.cost()))) / len(flat.sizes) / _mean(np.concatenate([flat.cost, flat.entries]))
+    descent = Descent(csr, rng.integers(csr.sizes, size=(4, len(csr.sizes))))
+    return float(np.median(np.abs(descent.cost()))) / len(csr.sizes) / _mean(np.concatenate([csr.cost, csr.entries]))
 
 
-def _roundings(flat: Flat, rows: np.ndarray, rng: np.random.Generator) -> Iterator[Proposal]:
+def _roundings(csr: CSRProblem, rows: np.ndarray, rng: np.random.Generator) -> Iterator[Proposal]:
     """Rounds all starts node by node, brings the choices down, and yields them and the best."""
-    order = rng.permutation(len(flat.sizes))
+    order = rng.permutation(len(csr.sizes))
     choices = []
     for row in rows:
-        choices.append(_conditional(flat, row.copy(), order))
+        choices.append(_conditional(csr, row.copy(), order))
         yield Proposal(choices[-1])
-    descent = Descent(flat, np.stack(choices))
+    descent = Descent(csr, np.stack(choices))
     for _ in descent.repair(order):
         yield Proposal()
     yield Proposal(descent.choice[np.lexsort((descent.cost(), descent.excess()))[0]])
 
 
-def _conditional(flat: Flat, row: np.ndarray, order: np.ndarray) -> np.ndarray:
+def _conditional(csr: CSRProblem, row: np.ndarray, order: np.ndarray) -> np.ndarray:
     """Returns `[V]` strategies, each the cheapest given the rows of the nodes that follow in `order`.
 
     The relaxed cost is linear in the row of one node, so it does not rise.
     """
     choice = np.zeros(len(order), np.int64)
-    load = row @ flat.load
+    load = row @ csr.load
     for v in order.tolist():
-        positions = slice(flat.start[v], flat.start[v + 1])
-        price = flat.cost[positions] + _expected_edges(flat, v, row)
-        others = load - row[positions] @ flat.load[positions]
-        s = choice[v] = int((price + largest_loads(flat, others + flat.load[positions])).argmin())
+        positions = slice(csr.start[v], csr.start[v + 1])
+        price = csr.cost[positions] + _expected_edges(csr, v, row)
+        others = load - row[positions] @ csr.load[positions]
+        s = choice[v] = int((price + largest_loads(csr, others + csr.load[positions])).argmin())
         row[positions] = 0.0
-        row[flat.start[v] + s] = 1.0
-        load = others + flat.load[flat.start[v] + s]
+        row[csr.start[v] + s] = 1.0
+        load = others + csr.load[csr.start[v] + s]
     return choice
 
 
-def _expected_edges(flat: Flat, v: int, row: np.ndarray) -> np.ndarray:
+def _expected_edges(csr: CSRProblem, v: int, row: np.ndarray) -> np.ndarray:
     """Returns `[S_v]` what the edges of each strategy cost at the neighbours' rows."""
-    size, near = flat.sizes[v], np.arange(flat.first[v], flat.first[v + 1])
+    size, near = csr.sizes[v], np.arange(csr.first[v], csr.first[v + 1])
     if not len(near):
         return np.zeros(size)
-    widths = flat.sizes[flat.target[near]]
-    entries = flat.entries[ragged_positions(flat.matrix[near], size * widths)]
+    widths = csr.sizes[csr.target[near]]
+    entries = csr.entries[ragged_positions(csr.matrix[near], size * widths)]
     each = np.repeat(widths, size)  # the width of every row of every matrix
-    weights = row[ragged_positions(np.repeat(flat.start[flat.target[near]], size), each)]
+    weights = row[ragged_positions(np.repeat(csr.start[csr.target[near]], size), each)]
     return np.add.reduceat(entries * weights, np.cumsum(each) - each).reshape(len(near), size).sum(axis=0)
 
 

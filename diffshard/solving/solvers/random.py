@@ -13,8 +13,8 @@ import numpy as np
 
 from cost.base import Problem
 from diffshard.base import Proposal
+from diffshard.solving.csr import numpy_generator, to_csr, with_ceiling
 from diffshard.solving.examples import chain
-from diffshard.solving.flat import flatten, numpy_generator, with_ceiling
 from diffshard.solving.moves.single_nodes import Descent
 
 _STARTS_PER_ROUND = 16  # side by side; chosen by hand
@@ -23,11 +23,11 @@ _NUM_ROUNDS = 8  # without a time limit; chosen by hand
 
 def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array) -> Iterator[Proposal]:
     """Yields the best of each round of starts, until the time is over or for a fixed number of rounds; has no bound."""
-    rng, flat = numpy_generator(key), with_ceiling(flatten(problem))
-    nodes = len(flat.sizes)
+    rng, csr = numpy_generator(key), with_ceiling(to_csr(problem))
+    nodes = len(csr.sizes)
     num_done = 0
     while time_limit_s is not None or num_done < _NUM_ROUNDS:  # the loop of `diffshard.solve` watches the time
-        descent = Descent(flat, rng.integers(flat.sizes, size=(_STARTS_PER_ROUND, nodes)))
+        descent = Descent(csr, rng.integers(csr.sizes, size=(_STARTS_PER_ROUND, nodes)))
         for _ in descent.repair(rng.permutation(nodes)):
             yield Proposal()
         yield Proposal(descent.choice[np.lexsort((descent.cost(), descent.excess()))[0]])

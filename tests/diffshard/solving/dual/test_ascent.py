@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from cost.base import Problem
+from diffshard.solving.csr import to_csr, with_ceiling
 from diffshard.solving.dual.ascent import Ascent
-from diffshard.solving.flat import flatten, with_ceiling
 from experiments.fuzzing.truth import Truth
 from tests.diffshard.solving.random_problems import EMPTY, KINDS, optimum, small_problem
 
@@ -16,7 +16,7 @@ def test_the_dual_bound_holds_against_exhaustive_search(kind):
     for seed in range(20):
         problem = small_problem(seed, **KINDS[kind])
         least = optimum(problem)
-        ascent = Ascent(with_ceiling(flatten(problem)))
+        ascent = Ascent(with_ceiling(to_csr(problem)))
         for i in range(30):
             ascent.step(i / 30)
             if i % 10 == 9:
@@ -32,7 +32,7 @@ def test_the_dual_bound_holds_where_costs_and_loads_cancel():
         cost = [rng.choice([-1, 1]) * 10.0 ** rng.uniform(10, 17, 3) for _ in range(3)]
         load = [np.repeat(rng.random((3, 1)) - part[:, None], 5, axis=1) for part in cost]
         problem = Problem(cost, EMPTY, [], load=load)
-        ascent = Ascent(flatten(problem))
+        ascent = Ascent(to_csr(problem))
         for i in range(5):
             ascent.step(i / 5)
         optimum = Truth(problem).least_cost()

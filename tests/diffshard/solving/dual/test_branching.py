@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from cost.base import FORBIDDEN, Problem
+from diffshard.solving.csr import to_csr, with_ceiling
 from diffshard.solving.dual.ascent import Ascent, Branching
-from diffshard.solving.flat import flatten, with_ceiling
 from experiments.fuzzing.truth import Truth
 from tests.diffshard.solving.random_problems import EMPTY, small_problem
 from tests.diffshard.solving.random_problems import optimum as least_cost
@@ -42,7 +42,7 @@ def _varied(seed: int, kind: str) -> Problem:
 
 
 def _branching(problem: Problem) -> Branching:
-    ascent = Ascent(with_ceiling(flatten(problem)))
+    ascent = Ascent(with_ceiling(to_csr(problem)))
     for i in range(10):
         ascent.step(i / 10)
     return Branching(ascent, ascent.certified_bound())

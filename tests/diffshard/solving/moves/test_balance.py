@@ -8,7 +8,7 @@ import pytest
 
 from cost.base import Problem
 from cost.evaluation import evaluate
-from diffshard.solving.flat import chosen_cost, flatten, with_ceiling
+from diffshard.solving.csr import chosen_cost, to_csr, with_ceiling
 from diffshard.solving.moves.single_nodes import Balance
 from diffshard.solving.phases.improving import Balancing
 from diffshard.solving.presolve.base import identity
@@ -40,7 +40,7 @@ def _cost_after(balance: Balance, problem: Problem, most_pairs: int) -> float:
 def test_an_exchange_levels_what_no_single_change_can():
     problem = _weights(5, 4, 4, 3)  # 5 + 4 on one device; moving either away makes the other one longer
     stuck = np.array([0, 0, 1, 1])
-    balance = Balance(flatten(problem), np.random.default_rng(0))
+    balance = Balance(to_csr(problem), np.random.default_rng(0))
     balance.begin(stuck)
     assert _cost_after(balance, problem, most_pairs=0) == 9
     assert _cost_after(balance, problem, most_pairs=4) == 8  # 5 + 3 and 4 + 4
@@ -48,7 +48,7 @@ def test_an_exchange_levels_what_no_single_change_can():
 
 def test_a_greedy_start_keeps_the_memory_and_levels_the_loads():
     problem = _weights(6, 3, 3, 1, 1, limit=3)
-    balance = Balance(flatten(problem), np.random.default_rng(0))
+    balance = Balance(to_csr(problem), np.random.default_rng(0))
     balance.begin_greedily(4)
     evaluation = evaluate(problem, balance.choice)
     assert evaluation.feasible
@@ -60,21 +60,21 @@ def test_each_descent_lowers_the_cost_or_the_excess(kind):
     for seed in range(6):
         problem = small_problem(seed, **KINDS[kind])
         rng = np.random.default_rng(seed)
-        flat = with_ceiling(flatten(problem))  # what is forbidden has a finite price there
-        balance = Balance(flat, rng)
+        csr = with_ceiling(to_csr(problem))  # what is forbidden has a finite price there
+        balance = Balance(csr, rng)
         balance.begin(rng.integers([len(cost) for cost in problem.node_cost]))
-        cost, excess = chosen_cost(flat, balance.choice), evaluate(problem, balance.choice).excess
+        cost, excess = chosen_cost(csr, balance.choice), evaluate(problem, balance.choice).excess
         while balance.descend(None, 3):
-            new_cost, new_excess = chosen_cost(flat, balance.choice), evaluate(problem, balance.choice).excess
+            new_cost, new_excess = chosen_cost(csr, balance.choice), evaluate(problem, balance.choice).excess
             assert new_cost < cost or new_excess < excess
             cost, excess = new_cost, new_excess
 
 
 def test_memory_above_the_limit_is_given_up_from_any_start():
     problem = _weights(6, 3, 3, 1, 1, limit=3)
-    flat = flatten(problem)
+    csr = to_csr(problem)
     for choice in itertools.product(range(2), repeat=5):
-        balance = Balance(flat, np.random.default_rng(0))
+        balance = Balance(csr, np.random.default_rng(0))
         balance.begin(np.array(choice))
         cost = _cost_after(balance, problem, most_pairs=5)
         assert evaluate(problem, balance.choice).feasible

@@ -7,7 +7,7 @@ import pytest
 
 from cost.base import Problem
 from cost.evaluation import evaluate
-from diffshard.solving.flat import flatten, with_ceiling
+from diffshard.solving.csr import to_csr, with_ceiling
 from diffshard.solving.moves import walks
 from diffshard.solving.moves.walks import Chains
 from tests.diffshard.solving.random_problems import EMPTY, KINDS, small_problem
@@ -17,7 +17,7 @@ def walkers(problem, count=6, seed=0):
     """Chains of a problem at random choices."""
     rng = np.random.default_rng(seed)
     sizes = [len(cost) for cost in problem.node_cost]
-    return Chains(with_ceiling(flatten(problem)), rng, np.stack([rng.integers(sizes) for _ in range(count)]))
+    return Chains(with_ceiling(to_csr(problem)), rng, np.stack([rng.integers(sizes) for _ in range(count)]))
 
 
 @pytest.mark.parametrize("with_table", [True, False])
@@ -34,7 +34,7 @@ def test_what_is_kept_up_to_date_is_what_is_computed_anew(kind, with_table, monk
             if i % 10 == 9:
                 chain.temper(np.linspace(1.0, 5.0, len(chain.choice)))
         seen += [evaluate(problem, choice) for choice in chain.choice.tolist()]
-        anew = Chains(chain.flat, np.random.default_rng(0), chain.choice)
+        anew = Chains(chain.csr, np.random.default_rng(0), chain.choice)
         for name in ("cost", "excess", "load"):
             np.testing.assert_allclose(getattr(chain, name), getattr(anew, name), atol=1e-9, err_msg=f"{name}, {seed}")
         for choice, cost, excess in zip(chain.choice.tolist(), chain.cost, chain.excess, strict=True):
@@ -88,8 +88,8 @@ def test_at_no_temperature_costs_only_fall():
 
 def test_neighbours_in_temperature_exchange_places_where_the_colder_one_costs_more():
     problem = Problem([np.array([0.0, 1.0, 2.0, 3.0])], EMPTY, [])
-    flat = flatten(problem)
-    chain = Chains(flat, np.random.default_rng(0), np.array([[3], [2], [1], [0]]))
+    csr = to_csr(problem)
+    chain = Chains(csr, np.random.default_rng(0), np.array([[3], [2], [1], [0]]))
     cold = np.array([1e-9, 2e-9, 4e-9, 8e-9])  # at these an exchange is certain, or never happens
     orders = []
     for _ in range(4):

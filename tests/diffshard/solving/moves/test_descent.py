@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from diffshard.solving.flat import chosen_cost, chosen_memory, flatten, with_ceiling
+from diffshard.solving.csr import chosen_cost, chosen_memory, to_csr, with_ceiling
 from diffshard.solving.moves.single_nodes import Descent
 from tests.diffshard.solving.random_problems import layered_problem, small_problem
 
@@ -10,37 +10,37 @@ from tests.diffshard.solving.random_problems import layered_problem, small_probl
 def test_descent_prices_moves_exactly_and_only_goes_down():
     for seed in range(10):
         problem = small_problem(seed, memory=True, devices=2)
-        flat, rng = with_ceiling(flatten(problem)), np.random.default_rng(seed)
-        descent = Descent(flat, rng.integers(flat.sizes, size=(4, len(flat.sizes))))
+        csr, rng = with_ceiling(to_csr(problem)), np.random.default_rng(seed)
+        descent = Descent(csr, rng.integers(csr.sizes, size=(4, len(csr.sizes))))
         start = descent.cost() + 10.0 * descent.excess()
-        for v in range(len(flat.sizes)):
+        for v in range(len(csr.sizes)):
             price = descent.price(v, 10.0)
             for r, choice in enumerate(descent.choice):
                 others = []
-                for s in range(int(flat.sizes[v])):
+                for s in range(int(csr.sizes[v])):
                     moved = choice.copy()
                     moved[v] = s
                     over = 0.0
-                    if flat.base.size:
-                        over = (np.maximum(chosen_memory(flat, moved) - flat.limit, 0) / flat.limit).sum()
-                    others.append(chosen_cost(flat, moved) + 10.0 * over)
+                    if csr.base.size:
+                        over = (np.maximum(chosen_memory(csr, moved) - csr.limit, 0) / csr.limit).sum()
+                    others.append(chosen_cost(csr, moved) + 10.0 * over)
                 np.testing.assert_allclose(price[r] - price[r, 0], np.array(others) - others[0], atol=1e-9)
-        for _ in descent.descend(np.arange(len(flat.sizes)), 10.0):
+        for _ in descent.descend(np.arange(len(csr.sizes)), 10.0):
             pass
         end = descent.cost() + 10.0 * descent.excess()
         assert (end <= start + 1e-9).all()
-        for v in range(len(flat.sizes)):  # no single move is better
+        for v in range(len(csr.sizes)):  # no single move is better
             price = descent.price(v, 10.0)
             assert (price[np.arange(4), descent.choice[:, v]] <= price.min(axis=1) + 1e-9).all()
-        np.testing.assert_allclose(descent.cost(), [chosen_cost(flat, choice) for choice in descent.choice])
+        np.testing.assert_allclose(descent.cost(), [chosen_cost(csr, choice) for choice in descent.choice])
 
 
 def test_repaired_choices_fit_where_single_moves_can_make_them():
     problem = layered_problem(3, 2, binding=0.7)
-    flat = with_ceiling(flatten(problem))
-    descent = Descent(flat, np.stack([flat.sizes - 1, 0 * flat.sizes]))
+    csr = with_ceiling(to_csr(problem))
+    descent = Descent(csr, np.stack([csr.sizes - 1, 0 * csr.sizes]))
     assert descent.excess().any()
-    for _ in descent.repair(np.arange(len(flat.sizes))):
+    for _ in descent.repair(np.arange(len(csr.sizes))):
         pass
     assert not descent.excess().any()
-    assert (chosen_memory(flat, descent.choice[0]) <= flat.limit).all()
+    assert (chosen_memory(csr, descent.choice[0]) <= csr.limit).all()

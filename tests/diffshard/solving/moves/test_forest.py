@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from diffshard.solving.flat import chosen_cost, flatten, with_ceiling
+from diffshard.solving.csr import chosen_cost, to_csr, with_ceiling
 from diffshard.solving.moves import forest as forest_moves
 from diffshard.solving.moves.forest import best_choice, first_least, grow_forest
 from tests.diffshard.solving.random_problems import small_problem
@@ -44,28 +44,28 @@ def test_a_forest_is_maximal_and_its_nodes_get_their_best_strategies_together(fo
     for seed in range(80):
         problem = small_problem(seed, forbidden=forbidden)
         rng = np.random.default_rng(seed)
-        flat = with_ceiling(flatten(problem))
-        sizes = flat.sizes.tolist()
+        csr = with_ceiling(to_csr(problem))
+        sizes = csr.sizes.tolist()
         order = rng.permutation(len(sizes))[: rng.integers(1, len(sizes) + 1)]
-        forest = grow_forest(flat, order)
+        forest = grow_forest(csr, order)
         nodes = nodes_of(forest)
         assert nodes <= set(order.tolist())
         assert not has_cycle(problem, nodes)
         assert all(has_cycle(problem, nodes | {v}) for v in set(order.tolist()) - nodes), f"seed {seed}"
-        choice = rng.integers(flat.sizes)
-        field = flat.cost.copy()
-        for u, near in enumerate(flat.target):
-            rows = flat.matrix[u] + np.arange(sizes[flat.source[u]]) * sizes[near] + choice[near]
-            field[flat.start[flat.source[u]] : flat.start[flat.source[u] + 1]] += flat.entries[rows]
-        found = best_choice(flat, forest, field, choice)
+        choice = rng.integers(csr.sizes)
+        field = csr.cost.copy()
+        for u, near in enumerate(csr.target):
+            rows = csr.matrix[u] + np.arange(sizes[csr.source[u]]) * sizes[near] + choice[near]
+            field[csr.start[csr.source[u]] : csr.start[csr.source[u] + 1]] += csr.entries[rows]
+        found = best_choice(csr, forest, field, choice)
         inside = sorted(nodes)
         assert all(found[v] == choice[v] for v in set(range(len(sizes))) - nodes)
         costs = []
         for strategies in itertools.product(*(range(sizes[v]) for v in inside)):
             other = choice.copy()
             other[inside] = strategies
-            costs.append(chosen_cost(flat, other))
-        assert chosen_cost(flat, found) == pytest.approx(min(costs)), f"seed {seed}"
+            costs.append(chosen_cost(csr, other))
+        assert chosen_cost(csr, found) == pytest.approx(min(costs)), f"seed {seed}"
         depths.add(len(forest.levels))
     assert {0, 1, 2} <= depths
 
@@ -78,13 +78,13 @@ def test_the_first_of_the_smallest_numbers_of_each_run():
 def test_a_large_forest_keeps_no_entries_and_moves_alike(monkeypatch):
     """Where entries are laid out for each move, a few at a time, the choice is that of a forest which keeps them."""
     for seed in range(20):
-        flat, rng = with_ceiling(flatten(small_problem(seed))), np.random.default_rng(seed)
-        order, choice, field = rng.permutation(len(flat.sizes)), rng.integers(flat.sizes), rng.random(len(flat.cost))
-        kept = grow_forest(flat, order)
-        expected = best_choice(flat, kept, field.copy(), choice)
+        csr, rng = with_ceiling(to_csr(small_problem(seed))), np.random.default_rng(seed)
+        order, choice, field = rng.permutation(len(csr.sizes)), rng.integers(csr.sizes), rng.random(len(csr.cost))
+        kept = grow_forest(csr, order)
+        expected = best_choice(csr, kept, field.copy(), choice)
         with monkeypatch.context() as patch:
             patch.setattr(forest_moves, "_MOST_KEPT_ENTRIES", -1)
             patch.setattr(forest_moves, "_MOST_ENTRIES_AT_ONCE", 4)
-            lean = grow_forest(flat, order)
+            lean = grow_forest(csr, order)
             assert all(level.parts is None for level in lean.levels)
-            assert best_choice(flat, lean, field.copy(), choice).tolist() == expected.tolist()
+            assert best_choice(csr, lean, field.copy(), choice).tolist() == expected.tolist()

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from cost.evaluation import evaluate
+from diffshard.solving.csr import chosen_cost, to_csr, with_ceiling
 from diffshard.solving.dual.ascent import initial_prices
-from diffshard.solving.flat import chosen_cost, flatten, with_ceiling
 from diffshard.solving.moves import walks
 from diffshard.solving.moves.polish import Polish
 from diffshard.solving.moves.walks import perturb, split
@@ -14,13 +14,13 @@ from tests.diffshard.solving.random_problems import KINDS, layered_problem, smal
 
 @pytest.mark.parametrize("num_balls", [1, 2, 5, 40])
 def test_no_edge_joins_two_balls_and_every_node_is_in_one_or_frozen(num_balls):
-    flat = with_ceiling(flatten(layered_problem(1, 3, width=12, most=5)))
+    csr = with_ceiling(to_csr(layered_problem(1, 3, width=12, most=5)))
     for seed in range(5):
-        partition = split(flat, np.random.default_rng(seed), num_balls)
+        partition = split(csr, np.random.default_rng(seed), num_balls)
         label = partition.label
-        assert 1 <= partition.num_balls <= len(flat.sizes)
+        assert 1 <= partition.num_balls <= len(csr.sizes)
         assert set(label[label >= 0].tolist()) == set(range(partition.num_balls))
-        source, target = label[flat.source], label[flat.target]
+        source, target = label[csr.source], label[csr.target]
         assert ((source == target) | (source < 0) | (target < 0)).all()
         for ball in range(partition.num_balls):
             own = partition.node[partition.first[ball] : partition.first[ball + 1]]
@@ -31,18 +31,18 @@ def test_no_edge_joins_two_balls_and_every_node_is_in_one_or_frozen(num_balls):
 
 
 def test_the_changes_of_balls_are_those_of_the_whole_cost():
-    flat = with_ceiling(flatten(layered_problem(2, 3, width=10, most=5)))
+    csr = with_ceiling(to_csr(layered_problem(2, 3, width=10, most=5)))
     for seed in range(5):
         rng = np.random.default_rng(seed)
-        partition = split(flat, rng, 6)
-        start, other = rng.integers(flat.sizes), rng.integers(flat.sizes)
+        partition = split(csr, rng, 6)
+        start, other = rng.integers(csr.sizes), rng.integers(csr.sizes)
         other = np.where(partition.label >= 0, other, start)
-        found = walks._change(flat, partition, start, other, flat.cost)
-        before = chosen_cost(flat, start)
+        found = walks._change(csr, partition, start, other, csr.cost)
+        before = chosen_cost(csr, start)
         for ball in range(partition.num_balls):
             one = np.where(partition.label == ball, other, start)
-            assert found[ball] == pytest.approx(chosen_cost(flat, one) - before)
-        assert found.sum() == pytest.approx(chosen_cost(flat, other) - before)
+            assert found[ball] == pytest.approx(chosen_cost(csr, one) - before)
+        assert found.sum() == pytest.approx(chosen_cost(csr, other) - before)
 
 
 @pytest.mark.parametrize("kind", ["plain", "memory", "forbidden"])
@@ -50,15 +50,15 @@ def test_the_best_choice_never_gets_worse_and_stays_inside_the_memory(kind):
     improved = 0
     for seed in range(30):
         problem = small_problem(seed, **KINDS[kind])
-        flat = with_ceiling(flatten(problem))
+        csr = with_ceiling(to_csr(problem))
         rng = np.random.default_rng(seed)
-        start = rng.integers(flat.sizes)
+        start = rng.integers(csr.sizes)
         if not evaluate(problem, start.tolist()).feasible:
             continue
-        polish = Polish(flat, rng, start, initial_prices(flat), 10.0)
+        polish = Polish(csr, rng, start, initial_prices(csr), 10.0)
         for _ in range(4):
             before = polish.best_cost
-            perturb(polish, split(flat, rng, 2), 4, 5.0, 0.2)
+            perturb(polish, split(csr, rng, 2), 4, 5.0, 0.2)
             found = evaluate(problem, polish.best.tolist())
             assert found.feasible
             assert polish.best_cost == pytest.approx(found.cost)

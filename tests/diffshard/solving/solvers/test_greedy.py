@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from cost.base import load_groups, num_strategies
-from diffshard.solving.flat import flatten, with_ceiling
+from diffshard.solving.csr import to_csr, with_ceiling
 from diffshard.solving.moves.single_nodes import spans
 from diffshard.solving.solvers.greedy import construct, least_entries, solve
 from tests.diffshard.solving.random_problems import KINDS, small_problem
@@ -13,9 +13,9 @@ from tests.diffshard.solving.random_problems import KINDS, small_problem
 
 def constructed(problem, order):
     """Returns each node's choice, made in `order`: an edge to a node without one counts with the least it can cost."""
-    flat = with_ceiling(flatten(problem))
-    tables = np.split(flat.cost, flat.start[1:-1])
-    ceiling = max(flat.entries.max(initial=0.0), flat.cost.max())
+    csr = with_ceiling(to_csr(problem))
+    tables = np.split(csr.cost, csr.start[1:-1])
+    ceiling = max(csr.entries.max(initial=0.0), csr.cost.max())
     edges = [(u, v, np.minimum(np.asarray(m, float), ceiling)) for (u, v), m in zip(
         np.asarray(problem.edge_nodes).tolist(), problem.edge_cost, strict=True)]  # fmt: skip
     choice = {}
@@ -40,9 +40,9 @@ def test_nodes_take_what_is_cheapest_given_those_before(kind):
     num_edges = 0
     for seed in range(60):
         problem = small_problem(seed, **KINDS[kind])
-        flat = with_ceiling(flatten(problem))
+        csr = with_ceiling(to_csr(problem))
         order = np.random.default_rng(seed).permutation(len(num_strategies(problem)))
-        found = construct(flat, order, least_entries(flat)).tolist()
+        found = construct(csr, order, least_entries(csr)).tolist()
         assert found == constructed(problem, order.tolist()), f"seed {seed}"
         num_edges += len(problem.edge_cost)
     assert num_edges > 60
@@ -52,15 +52,15 @@ def test_the_first_order_begins_with_what_has_most_at_stake_and_the_key_decides_
     problem = small_problem(8)
     orders = []
 
-    def recorded(flat, order, least_entry):
+    def recorded(csr, order, least_entry):
         orders.append(order.tolist())
-        return construct(flat, order, least_entry)
+        return construct(csr, order, least_entry)
 
     monkeypatch.setattr("diffshard.solving.solvers.greedy.construct", recorded)
     for key in (0, 0, 1):
         assert [p for p in solve(problem, key=jax.random.key(key)) if p.choice is not None]
     first, again, other = orders[:8], orders[8:16], orders[16:]
-    stake = spans(with_ceiling(flatten(problem)))
+    stake = spans(with_ceiling(to_csr(problem)))
     assert (np.diff(stake[first[0]]) <= 0).all()
     assert first == again
     assert first[0] == other[0]

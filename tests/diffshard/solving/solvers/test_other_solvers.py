@@ -10,7 +10,7 @@ from cost.base import Problem
 from cost.evaluation import evaluate
 from diffshard import child_processes
 from diffshard.base import OPTIMAL_GAP
-from diffshard.solving.flat import chosen_cost, flatten, with_ceiling
+from diffshard.solving.csr import chosen_cost, to_csr, with_ceiling
 from diffshard.solving.presolve.base import identity
 from diffshard.solving.solve import solve
 from diffshard.solving.solvers import beam, exact, greedy, primal
@@ -26,21 +26,21 @@ def test_a_beam_wide_enough_is_dynamic_programming():
     assert best.status == "optimal"
     assert best.cost == solve(problem).cost
     assert best.cost <= wide.cost <= 1.1 * best.cost
-    flat = with_ceiling(flatten(problem))
-    search = beam._Beam(flat, beam.narrow_order(flat), np.random.default_rng(0))
+    csr = with_ceiling(to_csr(problem))
+    search = beam._Beam(csr, beam.narrow_order(csr), np.random.default_rng(0))
     for _ in search.run(1 << 14):
         pass
-    assert chosen_cost(flat, search.choice) == pytest.approx(best.cost)
+    assert chosen_cost(csr, search.choice) == pytest.approx(best.cost)
 
 
 def test_a_beam_without_memory_and_loads_that_keeps_everything_finds_the_best():
     for seed in range(40):
         problem = small_problem(seed)
-        flat = with_ceiling(flatten(problem))
-        search = beam._Beam(flat, beam.narrow_order(flat), np.random.default_rng(0))
+        csr = with_ceiling(to_csr(problem))
+        search = beam._Beam(csr, beam.narrow_order(csr), np.random.default_rng(0))
         for _ in search.run(1 << 14):
             pass
-        assert chosen_cost(flat, search.choice) == pytest.approx(optimum(problem)), f"seed {seed}"
+        assert chosen_cost(csr, search.choice) == pytest.approx(optimum(problem)), f"seed {seed}"
 
 
 def test_the_end_of_highs_is_noticed_and_the_lack_of_it_said(monkeypatch):
@@ -85,15 +85,15 @@ def test_exhaustive_says_how_many_choices_however_many():
 def test_the_gradient_of_primal_is_that_of_finite_differences():
     problem = small_problem(3, memory=True, devices=2)._replace(memory_limit=np.array([4.0, np.inf]))
     problem = problem._replace(usage=[np.stack([usage, usage + 1], axis=1) for usage in problem.usage])
-    flat = flatten(problem)
-    energy, rng = primal._energy(flat), np.random.default_rng(0)
-    logits, multiplier = rng.normal(size=(2, len(flat.cost))), rng.random((2, *flat.base.shape))
+    csr = to_csr(problem)
+    energy, rng = primal._energy(csr), np.random.default_rng(0)
+    logits, multiplier = rng.normal(size=(2, len(csr.cost))), rng.random((2, *csr.base.shape))
 
     def parts(logits):
         """Cost, negative entropy, penalty in parts of the cost, gradient: [R] each, the last [R, N]."""
         total, gradient, excess = primal.objective(energy, logits, multiplier, 0.5)
         penalty = (multiplier * excess + 0.15 * np.maximum(excess, 0.0) ** 2).sum(axis=(1, 2))
-        rows = primal.softmax(flat, logits)
+        rows = primal.softmax(csr, logits)
         entropy = (rows * np.log(rows)).sum(axis=1)
         return (total - 0.5 * entropy) / (1 + penalty), entropy, penalty, gradient
 
@@ -103,7 +103,7 @@ def test_the_gradient_of_primal_is_that_of_finite_differences():
         cost, entropy, penalty, _ = parts(logits)
         return cost + 0.5 * entropy + scale * penalty
 
-    for i in range(len(flat.cost)):
+    for i in range(len(csr.cost)):
         step = np.zeros_like(logits)
         step[:, i] = 1e-5
         difference = (value(logits + step) - value(logits - step)) / 2e-5

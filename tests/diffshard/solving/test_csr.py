@@ -1,39 +1,39 @@
-"""The flat layout: its costs and memory are those of the problem."""
+"""Compressed sparse rows: their costs and memory are those of the problem."""
 
 import numpy as np
 import pytest
 
 from cost.base import num_strategies
 from cost.evaluation import evaluate
-from diffshard.solving.flat import (
+from diffshard.solving.csr import (
     chosen_cost,
     chosen_memory,
     even_parts,
-    flatten,
     memory_change,
     memory_of_strategies,
+    to_csr,
 )
 from tests.diffshard.solving.random_problems import small_problem
 
 
-def test_flat_costs_and_memory_are_those_of_the_problem():
+def test_costs_and_memory_are_those_of_the_problem():
     for seed in range(20):
         problem = small_problem(seed, memory=True, devices=2)
-        flat, rng = flatten(problem), np.random.default_rng(seed)
+        csr, rng = to_csr(problem), np.random.default_rng(seed)
         for _ in range(5):
             choice = rng.integers(num_strategies(problem))
             expected = evaluate(problem, choice)
-            assert chosen_cost(flat, choice) == pytest.approx(expected.cost)
-            assert chosen_memory(flat, choice).max() == pytest.approx(expected.peak)
+            assert chosen_cost(csr, choice) == pytest.approx(expected.cost)
+            assert chosen_memory(csr, choice).max() == pytest.approx(expected.peak)
 
 
 def test_a_change_of_memory_is_that_of_all_times_where_it_begins_and_ends():
     for seed in range(20):
-        flat, rng = flatten(small_problem(seed, memory=True, devices=2)), np.random.default_rng(seed)
-        strategies = rng.integers(len(flat.cost), size=3)
+        csr, rng = to_csr(small_problem(seed, memory=True, devices=2)), np.random.default_rng(seed)
+        strategies = rng.integers(len(csr.cost), size=3)
         weight = rng.choice([-1.0, 1.0], 3)
-        expected = memory_of_strategies(flat, strategies, weight, np.zeros(3, int), 1)[0]
-        times, change = memory_change(flat, strategies, weight)
+        expected = memory_of_strategies(csr, strategies, weight, np.zeros(3, int), 1)[0]
+        times, change = memory_change(csr, strategies, weight)
         assert expected[times] == pytest.approx(change)
         expected[times] = 0
         assert expected == pytest.approx(0)

@@ -1,8 +1,8 @@
-"""A problem as flat arrays, which the dual, the moves and most solvers work on.
+"""A problem in compressed sparse rows (CSR), which the dual, the moves and most solvers work on.
 
 Nodes differ in how many strategies they have, so that arrays of one row for each node would be ragged. Here everything
-lies one after the other in one array, with the position where each node's or edge's part starts; work on all nodes or
-edges is then a few calls of NumPy.
+lies one after the other in one array, with the position where each node's or edge's part starts, as in a sparse matrix
+in CSR format; work on all nodes or edges is then a few calls of NumPy.
 
 Letters for sizes: V nodes, N = ΣS_v strategies of all nodes one after the other, J = 2E directed edges, K usages,
 T times, D devices (1 where the memory is the same on all), R loads in G groups.
@@ -22,7 +22,7 @@ from cost.edges import distinct_arrays, map_distinct
 from cost.memory import limit_unit, memory_profile, numbered_times
 
 
-class Flat(NamedTuple):
+class CSRProblem(NamedTuple):
     """A problem laid out for vectorised work; every edge appears twice, once for each direction.
 
     Attributes:
@@ -60,8 +60,8 @@ class Flat(NamedTuple):
     load_first: np.ndarray
 
 
-def flatten(problem: Problem) -> Flat:
-    """Returns a problem as flat arrays; forbidden entries stay as they are."""
+def to_csr(problem: Problem) -> CSRProblem:
+    """Returns a problem in compressed sparse rows; forbidden entries stay as they are."""
     sizes = num_strategies(problem)
     start = np.concatenate([[0], np.cumsum(sizes)])
     pairs = np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2)
@@ -73,7 +73,7 @@ def flatten(problem: Problem) -> Flat:
     usage, interval, base, limit = _memory(problem, sizes, start)
     load = [np.asarray(rows, float) for rows in problem.load]
     groups = load_groups(problem)
-    return Flat(
+    return CSRProblem(
         sizes=sizes,
         start=start,
         cost=np.concatenate([np.zeros(0), *(np.asarray(cost, float) for cost in problem.node_cost)]),
@@ -92,19 +92,19 @@ def flatten(problem: Problem) -> Flat:
     )
 
 
-def with_ceiling(flat: Flat) -> Flat:
+def with_ceiling(csr: CSRProblem) -> CSRProblem:
     """Replaces forbidden entries by a number above every allowed choice's cost, so that all sums are finite.
 
     Only what must not be chosen changes, so a lower bound for the result is one for the problem.
     """
-    bad_node, bad_entry = is_forbidden(flat.cost), is_forbidden(flat.entries)
+    bad_node, bad_entry = is_forbidden(csr.cost), is_forbidden(csr.entries)
     if not (bad_node.any() or bad_entry.any()):
-        return flat
-    node, entries = np.where(bad_node, 0.0, np.abs(flat.cost)), np.where(bad_entry, 0.0, np.abs(flat.entries))
-    most = node.sum() + len(flat.source) * entries.max(initial=0.0) + np.abs(flat.load).sum()
+        return csr
+    node, entries = np.where(bad_node, 0.0, np.abs(csr.cost)), np.where(bad_entry, 0.0, np.abs(csr.entries))
+    most = node.sum() + len(csr.source) * entries.max(initial=0.0) + np.abs(csr.load).sum()
     ceiling = 2.0 * most or 1.0
-    cost, entries = np.where(bad_node, ceiling, flat.cost), np.where(bad_entry, ceiling, flat.entries)
-    return flat._replace(cost=cost, entries=entries)
+    cost, entries = np.where(bad_node, ceiling, csr.cost), np.where(bad_entry, ceiling, csr.entries)
+    return csr._replace(cost=cost, entries=entries)
 
 
 def _matrices(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
@@ -121,7 +121,7 @@ def _matrices(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
 def _memory(
     problem: Problem, sizes: np.ndarray, start: np.ndarray
 ) -> tuple[scipy.sparse.csr_array, np.ndarray, np.ndarray, np.ndarray]:
-    """Returns `usage`, `interval`, `base` and `limit` of a `Flat`; without a limit there are no usages and no times."""
+    """Returns `usage`, `interval`, `base` and `limit` of a `CSRProblem`; without a limit both are empty."""
     limit = np.atleast_1d(np.asarray(problem.memory_limit, float))
     tables = map_distinct(lambda usage: np.asarray(usage, float).reshape(len(usage), -1), problem.usage)
     devices = num_memory_devices(problem)
@@ -164,19 +164,19 @@ def even_parts(lengths: np.ndarray, most: int) -> list[slice]:
     return [slice(a, b) for a, b in itertools.pairwise(cuts.tolist())]
 
 
-def memory_use(flat: Flat, column_use: np.ndarray) -> np.ndarray:
+def memory_use(csr: CSRProblem, column_use: np.ndarray) -> np.ndarray:
     """Sums the memory in use at each time, `[T, D]`, where the varying usages take `column_use` `[K * D]`."""
-    times, devices = flat.base.shape
-    return memory_profile(flat.interval, column_use.reshape(-1, devices), times) + flat.base
+    times, devices = csr.base.shape
+    return memory_profile(csr.interval, column_use.reshape(-1, devices), times) + csr.base
 
 
-def excess_in_limits(flat: Flat, memory: np.ndarray) -> np.ndarray:
+def excess_in_limits(csr: CSRProblem, memory: np.ndarray) -> np.ndarray:
     """Returns the part of memory in use `[..., T, D]` that is above the limit, in units of the limit."""
-    return np.maximum(memory - flat.limit, 0.0) / limit_unit(flat.limit)
+    return np.maximum(memory - csr.limit, 0.0) / limit_unit(csr.limit)
 
 
 def memory_of_strategies(
-    flat: Flat, strategies: np.ndarray, weight: np.ndarray, group: np.ndarray, num_groups: int
+    csr: CSRProblem, strategies: np.ndarray, weight: np.ndarray, group: np.ndarray, num_groups: int
 ) -> np.ndarray:
     """Sums what a few strategies add to the memory in use, `[G, T, D]`, without `base`.
 
@@ -188,21 +188,21 @@ def memory_of_strategies(
       group: `[n]` to which of the G sums each one is added.
       num_groups: G.
     """
-    times, devices = flat.base.shape
+    times, devices = csr.base.shape
     change = np.zeros(num_groups * (times + 1) * devices)
     if times:
-        rows = flat.usage[strategies]
+        rows = csr.usage[strategies]
         count = np.diff(rows.indptr)
         amount = np.repeat(weight, count) * rows.data
         usage, device = np.divmod(rows.indices, devices)
-        start, end = flat.interval[usage].T
+        start, end = csr.interval[usage].T
         first = np.repeat(group, count) * (times + 1)
         np.add.at(change, (first + start) * devices + device, amount)
         np.subtract.at(change, (first + end) * devices + device, amount)
     return np.cumsum(change.reshape(num_groups, times + 1, devices), axis=1)[:, :-1]
 
 
-def memory_change(flat: Flat, strategies: np.ndarray, weight: np.ndarray) -> tuple[slice, np.ndarray]:
+def memory_change(csr: CSRProblem, strategies: np.ndarray, weight: np.ndarray) -> tuple[slice, np.ndarray]:
     """Sums what a few strategies add to the memory in use, in time that does not depend on the size of the problem.
 
     Args:
@@ -212,64 +212,64 @@ def memory_change(flat: Flat, strategies: np.ndarray, weight: np.ndarray) -> tup
     Returns:
       The times from their first start to their last end, t of them, and the change at these, `[t, D]`.
     """
-    devices = flat.base.shape[1]
-    first = flat.usage.indptr[strategies]
-    count = flat.usage.indptr[strategies + 1] - first
+    devices = csr.base.shape[1]
+    first = csr.usage.indptr[strategies]
+    count = csr.usage.indptr[strategies + 1] - first
     at = ragged_positions(first, count)
     if not len(at):
         return slice(0, 0), np.zeros((0, devices))
-    usage, device = np.divmod(flat.usage.indices[at], devices)
-    start, end = flat.interval[usage].T
+    usage, device = np.divmod(csr.usage.indices[at], devices)
+    start, end = csr.interval[usage].T
     times = slice(int(start.min()), int(end.max()))
     change = np.zeros((times.stop - times.start + 1, devices))
-    amount = np.repeat(weight, count) * flat.usage.data[at]
+    amount = np.repeat(weight, count) * csr.usage.data[at]
     np.add.at(change, (start - times.start, device), amount)
     np.subtract.at(change, (end - times.start, device), amount)
     return times, np.cumsum(change, axis=0)[:-1]
 
 
-def memory_price(flat: Flat, price: np.ndarray) -> np.ndarray:
+def memory_price(csr: CSRProblem, price: np.ndarray) -> np.ndarray:
     """Computes what each strategy's memory costs at prices `[T, D]`: `[N]`."""
     below = np.concatenate([np.zeros((1, price.shape[1])), np.cumsum(price, axis=0)])
-    return flat.usage @ (below[flat.interval[:, 1]] - below[flat.interval[:, 0]]).ravel()
+    return csr.usage @ (below[csr.interval[:, 1]] - below[csr.interval[:, 0]]).ravel()
 
 
-def chosen_cost(flat: Flat, choice: np.ndarray) -> float:
+def chosen_cost(csr: CSRProblem, choice: np.ndarray) -> float:
     """Sums the node, edge and load cost of a choice `[V]`, in float64."""
-    return float(costs_of_choices(flat, choice))
+    return float(costs_of_choices(csr, choice))
 
 
-def costs_of_choices(flat: Flat, choice: np.ndarray) -> np.ndarray:
+def costs_of_choices(csr: CSRProblem, choice: np.ndarray) -> np.ndarray:
     """Sums the node, edge and load cost of each of many choices `[..., V]`, in float64: `[...]`."""
-    load = flat.load[flat.start[:-1] + choice].sum(axis=-2)
-    return costs_without_load(flat, choice) + largest_loads(flat, load)
+    load = csr.load[csr.start[:-1] + choice].sum(axis=-2)
+    return costs_without_load(csr, choice) + largest_loads(csr, load)
 
 
-def largest_loads(flat: Flat, load: np.ndarray) -> np.ndarray:
+def largest_loads(csr: CSRProblem, load: np.ndarray) -> np.ndarray:
     """Sums the largest of each group of loads `[..., R]`, which may all be negative; 0 where there are none."""
-    if len(flat.load_first) > 1:
-        return np.maximum.reduceat(load, flat.load_first, axis=-1).sum(axis=-1)
+    if len(csr.load_first) > 1:
+        return np.maximum.reduceat(load, csr.load_first, axis=-1).sum(axis=-1)
     return load.max(axis=-1) if load.shape[-1] else np.zeros(load.shape[:-1])
 
 
-def group_sizes(flat: Flat) -> np.ndarray:
+def group_sizes(csr: CSRProblem) -> np.ndarray:
     """Returns `[G]` how many loads each group has."""
-    return np.diff(np.append(flat.load_first, flat.load.shape[1]))
+    return np.diff(np.append(csr.load_first, csr.load.shape[1]))
 
 
-def costs_without_load(flat: Flat, choice: np.ndarray) -> np.ndarray:
+def costs_without_load(csr: CSRProblem, choice: np.ndarray) -> np.ndarray:
     """Sums the node and edge cost of each of many choices `[..., V]`, in float64: `[...]`."""
-    one_way = flat.source < flat.target
-    source, target = flat.source[one_way], flat.target[one_way]
-    at = flat.matrix[one_way] + choice[..., source] * flat.sizes[target] + choice[..., target]
-    return flat.cost[flat.start[:-1] + choice].sum(axis=-1) + flat.entries[at].sum(axis=-1)
+    one_way = csr.source < csr.target
+    source, target = csr.source[one_way], csr.target[one_way]
+    at = csr.matrix[one_way] + choice[..., source] * csr.sizes[target] + choice[..., target]
+    return csr.cost[csr.start[:-1] + choice].sum(axis=-1) + csr.entries[at].sum(axis=-1)
 
 
-def chosen_memory(flat: Flat, choice: np.ndarray) -> np.ndarray:
+def chosen_memory(csr: CSRProblem, choice: np.ndarray) -> np.ndarray:
     """Sums the memory in use at each time in a choice: `[T, D]`."""
-    indicator = np.zeros(int(flat.start[-1]))
-    indicator[flat.start[:-1] + choice] = 1.0
-    return memory_use(flat, flat.usage.T @ indicator)
+    indicator = np.zeros(int(csr.start[-1]))
+    indicator[csr.start[:-1] + choice] = 1.0
+    return memory_use(csr, csr.usage.T @ indicator)
 
 
 def numpy_generator(key: jax.Array) -> np.random.Generator:
