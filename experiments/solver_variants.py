@@ -14,8 +14,8 @@ from cost.base import Problem
 from diffshard.base import Solver
 from diffshard.solving.csr import CSRProblem
 from diffshard.solving.dual.ascent import Ascent, Prices
-from diffshard.solving.moves.forest import Forest, grow_forest
 from diffshard.solving.moves.polish import rounded_choice
+from diffshard.solving.moves.tree_moves import Forest, grow_forest
 from diffshard.solving.phases.improving import Annealing, Branches, Neighbourhoods, SideBySide, TemperedChains
 from diffshard.solving.phases.starts import (
     Clock,
@@ -57,7 +57,7 @@ def grow_single_nodes(csr: CSRProblem, order: np.ndarray) -> Forest:
 
 
 def last_start_only(search: Search) -> Iterator[float]:
-    """Makes forest moves from the rounding of the last dual; a phase in the place of `DualStarts`."""
+    """Makes tree moves from the rounding of the last dual; a phase in the place of `DualStarts`."""
     return moves_from(search, search.starts[0], DualStarts().num_moves)
 
 

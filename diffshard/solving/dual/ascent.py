@@ -26,7 +26,7 @@ import numpy as np
 from diffshard.base import OPTIMAL_GAP
 from diffshard.solving.csr import CSRProblem, chosen_cost, chosen_memory, group_sizes, memory_price, memory_use
 from diffshard.solving.dual.sweeps import Sweep, lay_out, sweep
-from diffshard.solving.moves.forest import first_least
+from diffshard.solving.moves.tree_moves import first_least
 
 # How far a price moves in one step: its logarithm, for each limit's worth of excess. Measured on the contest's
 # instances: 10 converges slowly and 30 not at all.

@@ -1,6 +1,6 @@
-"""Polishing a choice: forest moves at memory prices that rise where a move exceeded the memory and fall elsewhere.
+"""Polishing a choice: tree moves at memory prices that rise where a move exceeded the memory and fall elsewhere.
 
-A forest move knows no memory limit, but it knows prices. Prices that answer to each move keep the choices near the
+A tree move knows no memory limit, but it knows prices. Prices that answer to each move keep the choices near the
 limit, on both sides, and those on the feasible side are kept. Noise on the costs leads out of local optima.
 """
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from diffshard.solving.csr import CSRProblem, chosen_cost, chosen_memory, memory_price
 from diffshard.solving.dual.ascent import Prices
-from diffshard.solving.moves.forest import ChosenRows, Forest, Grow, best_choice, first_least, grow_forest
+from diffshard.solving.moves.tree_moves import ChosenRows, Forest, Grow, best_choice, first_least, grow_forest
 
 _MOST_POOL_NUMBERS = 1 << 25  # 256 MiB that the forests in a pool may hold; chosen by hand
 _MOST_FORESTS = 40  # in a pool; chosen by hand on the contest's instances
@@ -130,7 +130,7 @@ class Polish:
         return cost + memory_price(self.csr, self.memory) * weight if self.memory.any() else cost
 
     def move(self, forest: Forest, temperature: np.ndarray | float = 0.0, weight: np.ndarray | float = 1.0) -> None:
-        """Makes one forest move from the current choice.
+        """Makes one tree move from the current choice.
 
         Args:
           temperature: of the Gumbel noise on costs, common or `[N]`.

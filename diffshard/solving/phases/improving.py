@@ -1,6 +1,6 @@
-"""Phases that improve the choice of a search: annealed tree moves, perturbed balls, Markov chains, levelled loads.
+"""Phases that improve the choice of a search: annealed tree moves, large neighbourhoods, chains, levelled loads.
 
-They differ in what they see. Forest moves change much at once but see no loads; a chain changes one node and is priced
+They differ in what they see. Tree moves change much at once but see no loads; a chain changes one node and is priced
 exactly; a branch of the dual raises the bound as well. `SideBySide` gives more of the time to those that improved the
 choice lately.
 """
@@ -14,14 +14,14 @@ import numpy as np
 
 from diffshard.solving.dual.ascent import Branching
 from diffshard.solving.moves.polish import rounded_choice
+from diffshard.solving.moves.random_moves import Chains, perturb, split
 from diffshard.solving.moves.single_nodes import Balance
-from diffshard.solving.moves.walks import Chains, perturb, split
 from diffshard.solving.phases.starts import NO_BOUND, Phase, Search
 
 
 @dataclass(frozen=True)
 class Annealing:
-    """Annealed forest moves, which do not see loads; all numbers were chosen by hand on the contest's instances.
+    """Annealed tree moves, which do not see loads; all numbers were chosen by hand on the contest's instances.
 
     Attributes:
       num_moves: without a time limit.
@@ -56,23 +56,23 @@ class Annealing:
 
 @dataclass(frozen=True)
 class Neighbourhoods:
-    """Perturbed balls, whose moves do not see loads; all numbers were chosen by hand on the contest's instances.
+    """Large neighbourhoods, whose moves do not see loads; all numbers were chosen by hand on the contest's instances.
 
     Attributes:
-      num_rounds: perturbations of all balls, at most, without a time limit.
+      num_rounds: perturbations of all neighbourhoods, at most, without a time limit.
       patience: rounds without improvement after which the phase ends, without a time limit.
-      nodes_per_ball: the median over partitions; infinite for one ball of all nodes.
-      ball_spread: standard deviation of the logarithm of the nodes per ball.
-      rounds_per_partition: for how many rounds the same balls are perturbed.
+      nodes_per_neighbourhood: the median over partitions; infinite for one neighbourhood of all nodes.
+      size_spread: standard deviation of the logarithm of the nodes per neighbourhood.
+      rounds_per_partition: for how many rounds the same neighbourhoods are perturbed.
       most_noise: on costs, in the bound's cost per node.
-      memory_spread: standard deviation of the logarithm of the factor that each ball, and each node, puts on the price
-        of memory.
+      memory_spread: standard deviation of the logarithm of the factor that each neighbourhood, and each node, puts on
+        the price of memory.
     """
 
     num_rounds: int = 600
     patience: int = 60
-    nodes_per_ball: float = 50
-    ball_spread: float = 0.7
+    nodes_per_neighbourhood: float = 50
+    size_spread: float = 0.7
     rounds_per_partition: int = 6
     num_moves: int = 8
     most_noise: float = 0.1
@@ -88,7 +88,7 @@ class Neighbourhoods:
             if search.clock.time_limit_s is None and i - last_improvement >= self.patience:
                 return
             if partition is None or i % self.rounds_per_partition == 0:
-                nodes = self.nodes_per_ball * np.exp(self.ball_spread * rng.normal())
+                nodes = self.nodes_per_neighbourhood * np.exp(self.size_spread * rng.normal())
                 partition = split(search.csr, rng, max(1, round(num_nodes / nodes)), polish.grow)
             rank = polish.best_rank
             perturb(polish, partition, self.num_moves, noise, self.memory_spread)

@@ -1,6 +1,6 @@
-"""Forest moves from several starts read off the dual, the best of which goes on.
+"""Tree moves from several starts read off the dual, the best of which goes on.
 
-Forest moves come down to a local optimum near their start. Duals of slightly different problems, with noise on the
+Tree moves come down to a local optimum near their start. Duals of slightly different problems, with noise on the
 costs and other prices of memory, round to starts far enough from each other to reach different ones.
 
 The ascent rounds the dual at several moments: the rounding of an early, hot dual and that of the last one are good
@@ -32,7 +32,7 @@ NO_BOUND = -math.inf
 
 
 class Start(NamedTuple):
-    """Where forest moves can begin.
+    """Where tree moves can begin.
 
     Attributes:
       choice: `[V]`.
@@ -235,7 +235,7 @@ class DualStarts:
 
 
 def moves_from(search: Search, start: Start, num_moves: int) -> Iterator[float]:
-    """Makes forest moves from a start; prices of memory answer half as much in the second half."""
+    """Makes tree moves from a start; prices of memory answer half as much in the second half."""
     search.polish.begin(start.choice, start.memory)
     for i in range(num_moves):
         search.polish.anneal(0.0, 0.1 if i < num_moves // 2 else 0.05)
@@ -243,7 +243,7 @@ def moves_from(search: Search, start: Start, num_moves: int) -> Iterator[float]:
 
 
 def settling_moves(search: Search, num_moves: int) -> Iterator[float]:
-    """Makes forest moves at prices that rise where the memory is exceeded and never fall, until the choice fits."""
+    """Makes tree moves at prices that rise where the memory is exceeded and never fall, until the choice fits."""
     polish = search.polish
     for i in range(num_moves):
         is_exceeded = polish.offer(polish.choice)
@@ -258,12 +258,12 @@ def settling_moves(search: Search, num_moves: int) -> Iterator[float]:
 
 @dataclass(frozen=True)
 class QuotientStart:
-    """Forest moves from the best choice that treats equal nodes alike.
+    """Tree moves from the best choice that treats equal nodes alike.
 
     Attributes:
       solver: finds this choice on the quotient of the problem.
       time_share: of the time limit, for the quotient; chosen by hand on the contest's instances.
-      num_moves: forest moves from the choice; chosen by hand on the same.
+      num_moves: tree moves from the choice; chosen by hand on the same.
     """
 
     solver: Solver

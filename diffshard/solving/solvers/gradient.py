@@ -5,10 +5,10 @@
 2. `QuotientStart` solves the much smaller problem in which equal layers take equal strategies, and `DualStarts` rounds
    the dual and perturbed duals. Exact moves of random forests, at prices that keep the memory, polish each start.
 3. `Annealing` goes on from the best, and then three phases share the time:
-   `Neighbourhoods` perturbs disjoint balls of nodes and accepts each by itself; `Branches` splits the dual where the
-   graph is small: it closes what memory and loads leave between the choice and the bound, and its branches are new
-   starts; `TemperedChains` are Metropolis chains under parallel tempering, where the graph is small or devices do
-   different work, so that the largest load joins all nodes.
+   `Neighbourhoods` perturbs disjoint neighbourhoods of nodes and accepts each by itself; `Branches` splits the dual
+   where the graph is small: it closes what memory and loads leave between the choice and the bound, and its branches
+   are new starts; `TemperedChains` are Metropolis chains under parallel tempering, where the graph is small or devices
+   do different work, so that the largest load joins all nodes.
 
 `default_phases` chooses those that suit a problem. A problem of few choices is enumerated instead.
 """
@@ -25,8 +25,8 @@ from diffshard.base import OPTIMAL_GAP, Proposal
 from diffshard.solving.csr import numpy_generator, to_csr, with_ceiling
 from diffshard.solving.dual.sweeps import lay_out
 from diffshard.solving.examples import coupled_ring
-from diffshard.solving.moves.forest import Grow, grow_forest
 from diffshard.solving.moves.polish import Polish
+from diffshard.solving.moves.tree_moves import Grow, grow_forest
 from diffshard.solving.phases.improving import Annealing, Branches, Neighbourhoods, SideBySide, TemperedChains
 from diffshard.solving.phases.starts import (
     MOST_ASCENT_STARTS,
@@ -51,7 +51,7 @@ _DUAL_ASCENT = DualAscent()
 def default_phases(problem: Problem) -> tuple[Phase, ...]:
     """Returns the phases that suit a problem, in their order; all numbers were chosen by hand.
 
-    Loads join all nodes, and forest moves do not see them: chains do, so these take the place of annealing and
+    Loads join all nodes, and tree moves do not see them: chains do, so these take the place of annealing and
     neighbourhoods, from hotter and random starts. On a small graph starts and annealing end early, because branches and
     chains do more there, and all its nodes are one neighbourhood.
     """
@@ -62,9 +62,9 @@ def default_phases(problem: Problem) -> tuple[Phase, ...]:
         chains = TemperedChains(num_random_starts=16, steps_per_node=200, temperatures=(1e-4, 1.0))
         return *starts, SideBySide((*branches, chains))
     if is_small:
-        neighbourhoods = Neighbourhoods(nodes_per_ball=math.inf, memory_spread=1.0)
+        neighbourhoods = Neighbourhoods(nodes_per_neighbourhood=math.inf, memory_spread=1.0)
         return *starts, Annealing(end_share=0.2), SideBySide((neighbourhoods, *branches, TemperedChains()))
-    return *starts, Annealing(end_share=0.75), Neighbourhoods(nodes_per_ball=50, memory_spread=0.3)
+    return *starts, Annealing(end_share=0.75), Neighbourhoods(nodes_per_neighbourhood=50, memory_spread=0.3)
 
 
 def solve(

@@ -13,7 +13,7 @@ from cost.base import Problem, num_strategies
 from diffshard.base import Proposal
 from diffshard.solving.csr import numpy_generator, to_csr, with_ceiling
 from diffshard.solving.examples import chain
-from diffshard.solving.moves.walks import Chains
+from diffshard.solving.moves.random_moves import Chains
 
 _NUM_CHAINS = 8  # from random choices; chosen by hand
 _STEPS_PER_NODE = 100  # of each chain, without a time limit; chosen by hand

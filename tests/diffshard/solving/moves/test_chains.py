@@ -8,8 +8,8 @@ import pytest
 from cost.base import Problem
 from cost.evaluation import evaluate
 from diffshard.solving.csr import to_csr, with_ceiling
-from diffshard.solving.moves import walks
-from diffshard.solving.moves.walks import Chains
+from diffshard.solving.moves import random_moves
+from diffshard.solving.moves.random_moves import Chains
 from tests.diffshard.solving.random_problems import EMPTY, KINDS, small_problem
 
 
@@ -24,7 +24,7 @@ def walkers(problem, count=6, seed=0):
 @pytest.mark.parametrize("kind", ["plain", "memory", "loads", "all"])
 def test_what_is_kept_up_to_date_is_what_is_computed_anew(kind, with_table, monkeypatch):
     if not with_table:
-        monkeypatch.setattr(walks, "_MOST_TABLE_NUMBERS", 0)
+        monkeypatch.setattr(random_moves, "_MOST_TABLE_NUMBERS", 0)
     for seed in range(8):
         problem = small_problem(seed, **KINDS[kind])
         chain, seen = walkers(problem, seed=seed), []

@@ -1,4 +1,4 @@
-"""Balls that no edge joins: their changes add up, and what is accepted is cheaper and fits."""
+"""Neighbourhoods that no edge joins: their changes add up, and what is accepted is cheaper and fits."""
 
 import numpy as np
 import pytest
@@ -6,26 +6,26 @@ import pytest
 from cost.evaluation import evaluate
 from diffshard.solving.csr import chosen_cost, to_csr, with_ceiling
 from diffshard.solving.dual.ascent import initial_prices
-from diffshard.solving.moves import walks
+from diffshard.solving.moves import random_moves
 from diffshard.solving.moves.polish import Polish
-from diffshard.solving.moves.walks import perturb, split
+from diffshard.solving.moves.random_moves import perturb, split
 from tests.diffshard.solving.random_problems import KINDS, layered_problem, small_problem
 
 
-@pytest.mark.parametrize("num_balls", [1, 2, 5, 40])
-def test_no_edge_joins_two_balls_and_every_node_is_in_one_or_frozen(num_balls):
+@pytest.mark.parametrize("num_neighbourhoods", [1, 2, 5, 40])
+def test_no_edge_joins_two_neighbourhoods_and_every_node_is_in_one_or_frozen(num_neighbourhoods):
     csr = with_ceiling(to_csr(layered_problem(1, 3, width=12, most=5)))
     for seed in range(5):
-        partition = split(csr, np.random.default_rng(seed), num_balls)
+        partition = split(csr, np.random.default_rng(seed), num_neighbourhoods)
         label = partition.label
-        assert 1 <= partition.num_balls <= len(csr.sizes)
-        assert set(label[label >= 0].tolist()) == set(range(partition.num_balls))
+        assert 1 <= partition.num_neighbourhoods <= len(csr.sizes)
+        assert set(label[label >= 0].tolist()) == set(range(partition.num_neighbourhoods))
         source, target = label[csr.source], label[csr.target]
         assert ((source == target) | (source < 0) | (target < 0)).all()
-        for ball in range(partition.num_balls):
-            own = partition.node[partition.first[ball] : partition.first[ball + 1]]
-            assert sorted(own.tolist()) == np.flatnonzero(label == ball).tolist()
-        assert (label >= 0).all() if num_balls == 1 else (label >= 0).mean() > 0.3
+        for neighbourhood in range(partition.num_neighbourhoods):
+            own = partition.node[partition.first[neighbourhood] : partition.first[neighbourhood + 1]]
+            assert sorted(own.tolist()) == np.flatnonzero(label == neighbourhood).tolist()
+        assert (label >= 0).all() if num_neighbourhoods == 1 else (label >= 0).mean() > 0.3
         for forest in partition.forests:
             assert all(label[v] >= 0 for v in forest.roots)
 
@@ -37,11 +37,11 @@ def test_the_changes_of_balls_are_those_of_the_whole_cost():
         partition = split(csr, rng, 6)
         start, other = rng.integers(csr.sizes), rng.integers(csr.sizes)
         other = np.where(partition.label >= 0, other, start)
-        found = walks._change(csr, partition, start, other, csr.cost)
+        found = random_moves._change(csr, partition, start, other, csr.cost)
         before = chosen_cost(csr, start)
-        for ball in range(partition.num_balls):
-            one = np.where(partition.label == ball, other, start)
-            assert found[ball] == pytest.approx(chosen_cost(csr, one) - before)
+        for neighbourhood in range(partition.num_neighbourhoods):
+            one = np.where(partition.label == neighbourhood, other, start)
+            assert found[neighbourhood] == pytest.approx(chosen_cost(csr, one) - before)
         assert found.sum() == pytest.approx(chosen_cost(csr, other) - before)
 
 

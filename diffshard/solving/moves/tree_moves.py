@@ -1,4 +1,4 @@
-"""Forest moves: the best strategies of many nodes at once are found exactly, because no cycle joins them.
+"""Tree moves: the best strategies of many nodes at once are found exactly, because no cycle joins them.
 
 If the nodes that may change induce a forest, min-sum dynamic programming from its leaves to its roots finds their best
 strategies together, given the strategies of all other nodes. A random maximal forest holds about 70% of the nodes of a

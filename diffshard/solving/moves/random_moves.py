@@ -3,11 +3,12 @@
 A random change is taken if it is cheaper, or else with a probability that falls. Many chains run at once, because NumPy
 takes about as long for one step of 32 as for one of a single chain. Changes are priced exactly.
 
-A partition splits the graph into balls that no edge joins, by freezing nodes between them. What a change in one ball
-costs then does not depend on the others, so all balls are perturbed at once and each is accepted by itself; only the
-memory is shared, so balls are accepted while it lasts.
+A partition splits the graph into neighbourhoods that no edge joins, by freezing nodes between them. What a change in
+one neighbourhood costs then does not depend on the others, so all neighbourhoods are perturbed at once and each is
+accepted by itself; only the memory is shared, so neighbourhoods are accepted while it lasts.
 
-Source: Metropolis et al., "Equation of state calculations by fast computing machines" (1953).
+Sources: Metropolis et al., "Equation of state calculations by fast computing machines" (1953); Shaw, "Using constraint
+programming and local search methods to solve vehicle routing problems" (1998) for large neighbourhoods.
 """
 
 from typing import NamedTuple
@@ -25,8 +26,8 @@ from diffshard.solving.csr import (
     memory_of_strategies,
     ragged_positions,
 )
-from diffshard.solving.moves.forest import Forest, Grow, grow_forest
 from diffshard.solving.moves.polish import Polish
+from diffshard.solving.moves.tree_moves import Forest, Grow, grow_forest
 
 _SMOOTH_MAX_NORM = 8  # of the loads, in the place of their maximum; chosen by hand on placements of layers
 _EXCESS_PENALTY = 0.1  # of the whole cost, for a limit's worth of memory in excess at one time; chosen by hand
@@ -160,27 +161,27 @@ def _smooth_max(csr: CSRProblem, load: np.ndarray) -> np.ndarray:
 
 
 _FORESTS_PER_PARTITION = 4  # chosen by hand on the contest's instances, as all numbers here
-# A node of this many times the mean degree mostly stays frozen: otherwise its ball would be the whole graph.
+# A node of this many times the mean degree mostly stays frozen: otherwise its neighbourhood would be the whole graph.
 _HUB_DEGREE_RATIO = 4.0
 _FROZEN_HUB_SHARE = 0.7
-_TEMPERATURE_POWER = 3.0  # of a uniform number: most balls are perturbed a little
+_TEMPERATURE_POWER = 3.0  # of a uniform number: most neighbourhoods are perturbed a little
 _PRICE_RISE, _PRICE_FALL = 0.1, 0.02  # of the memory's prices after each move, as shares
 
 
 class Partition(NamedTuple):
-    """Balls and the forests grown inside them.
+    """Neighbourhoods and the forests grown inside them.
 
     Attributes:
-      label: `[V]` the ball of each node, -1 if frozen.
-      num_balls: labels are 0 to `num_balls` - 1.
-      edge: the directed edges whose source is in a ball.
+      label: `[V]` the neighbourhood of each node, -1 if frozen.
+      num_neighbourhoods: labels are 0 to `num_neighbourhoods` - 1.
+      edge: the directed edges whose source is in a neighbourhood.
       share: `[len(edge)]` 1/2 where the other direction is there too.
-      node: the nodes in balls, sorted by label; ball b has `node[first[b] : first[b + 1]]`.
-      first: `[num_balls + 1]`.
+      node: the nodes in neighbourhoods, sorted by label; neighbourhood b has `node[first[b] : first[b + 1]]`.
+      first: `[num_neighbourhoods + 1]`.
     """
 
     label: np.ndarray
-    num_balls: int
+    num_neighbourhoods: int
     forests: list[Forest]
     edge: np.ndarray
     share: np.ndarray
@@ -188,10 +189,10 @@ class Partition(NamedTuple):
     first: np.ndarray
 
 
-def split(csr: CSRProblem, rng: np.random.Generator, num_balls: int, grow: Grow = grow_forest) -> Partition:
-    """Grows balls around random nodes, breadth first, and freezes what separates them."""
-    label = _voronoi(csr, rng, num_balls) if num_balls > 1 else np.zeros(len(csr.sizes), np.int64)
-    if num_balls > 1:
+def split(csr: CSRProblem, rng: np.random.Generator, num_neighbourhoods: int, grow: Grow = grow_forest) -> Partition:
+    """Grows neighbourhoods around random nodes, breadth first, and freezes what separates them."""
+    label = _voronoi(csr, rng, num_neighbourhoods) if num_neighbourhoods > 1 else np.zeros(len(csr.sizes), np.int64)
+    if num_neighbourhoods > 1:
         label = np.where(_inside(csr, rng, label), label, -1)
     node = np.flatnonzero(label >= 0)
     node = node[np.argsort(label[node], kind="stable")]
@@ -205,9 +206,10 @@ def split(csr: CSRProblem, rng: np.random.Generator, num_balls: int, grow: Grow 
     return Partition(label, len(names), forests, edge, share, node, first)
 
 
-def _voronoi(csr: CSRProblem, rng: np.random.Generator, num_balls: int) -> np.ndarray:
+def _voronoi(csr: CSRProblem, rng: np.random.Generator, num_neighbourhoods: int) -> np.ndarray:
     label = np.full(len(csr.sizes), -1)
-    label[rng.choice(len(label), min(num_balls, len(label)), replace=False)] = np.arange(min(num_balls, len(label)))
+    num_seeds = min(num_neighbourhoods, len(label))
+    label[rng.choice(len(label), num_seeds, replace=False)] = np.arange(num_seeds)
     while True:
         edge = np.flatnonzero((label[csr.source] >= 0) & (label[csr.target] < 0))
         if not len(edge):
@@ -215,12 +217,12 @@ def _voronoi(csr: CSRProblem, rng: np.random.Generator, num_balls: int) -> np.nd
         edge = rng.permutation(edge)
         label[csr.target[edge]] = label[csr.source[edge]]
     alone = np.flatnonzero(label < 0)
-    label[alone] = num_balls + np.arange(len(alone))
+    label[alone] = num_neighbourhoods + np.arange(len(alone))
     return label
 
 
 def _inside(csr: CSRProblem, rng: np.random.Generator, label: np.ndarray) -> np.ndarray:
-    """Returns `[V]` which nodes stay in their balls: greedily, those without a neighbour inside another ball."""
+    """Returns `[V]` which nodes stay where they are: greedily, those without neighbours inside another one."""
     degree = np.diff(csr.first)
     frozen = (degree > _HUB_DEGREE_RATIO * max(degree.mean(), 1.0)) & (rng.random(len(label)) < _FROZEN_HUB_SHARE)
     rank = rng.permutation(label.max() + 1)
@@ -234,24 +236,26 @@ def _inside(csr: CSRProblem, rng: np.random.Generator, label: np.ndarray) -> np.
 
 
 def perturb(polish: Polish, partition: Partition, num_moves: int, temperature: float, spread: float) -> int:
-    """Perturbs all balls, polishes them, and accepts those that together are cheaper and fit; returns their number.
+    """Perturbs and polishes all neighbourhoods, and accepts those that together are cheaper and fit; returns how many.
 
     Args:
-      polish: where the search is; its best feasible choice is where all balls start.
+      polish: where the search is; its best feasible choice is where all neighbourhoods start.
       num_moves: of random forests.
-      temperature: of the noise on costs, largest first and none in the last moves; each ball draws its own below it.
-      spread: standard deviation of the logarithm of the factors on the price of memory, of balls and of nodes.
+      temperature: of the noise on costs, largest first and none in the last moves; each neighbourhood draws its own
+        below it.
+      spread: standard deviation of the logarithm of the factors on the price of memory, of neighbourhoods and of nodes.
     """
     csr, rng = polish.csr, polish.rng
     start = polish.choice = polish.best.copy()
-    heat = temperature * rng.random(partition.num_balls) ** _TEMPERATURE_POWER
+    heat = temperature * rng.random(partition.num_neighbourhoods) ** _TEMPERATURE_POWER
     of_node = np.zeros(len(csr.sizes))
     of_node[partition.node] = heat[partition.label[partition.node]]
     noise = np.repeat(of_node, csr.sizes)
-    # At one price equal layers would all change together; a ball or node that pays less changes before the others.
+    # At one price equal layers would all change together; a neighbourhood or node that pays less changes before the
+    # others.
     factors = np.exp(spread * rng.normal(size=len(csr.sizes)))
-    if partition.num_balls > 1:
-        factors[partition.node] *= np.exp(spread * rng.normal(size=partition.num_balls))[
+    if partition.num_neighbourhoods > 1:
+        factors[partition.node] *= np.exp(spread * rng.normal(size=partition.num_neighbourhoods))[
             partition.label[partition.node]
         ]
     weight = np.repeat(factors, csr.sizes) if csr.base.size else 1.0
@@ -264,10 +268,10 @@ def perturb(polish: Polish, partition: Partition, num_moves: int, temperature: f
 
 
 def _accept(polish: Polish, partition: Partition, start: np.ndarray, target_choice: np.ndarray) -> int:
-    """Takes over the balls of a choice that are cheaper, and in a second try those that free memory at a good price.
+    """Takes over the neighbourhoods of a choice that are cheaper, and in a second try those that free memory cheaply.
 
     Returns:
-      How many balls were taken over in the last try that gave a better choice.
+      How many neighbourhoods were taken over in the last try that gave a better choice.
     """
     csr = polish.csr
     change = _change(csr, partition, start, target_choice, csr.cost)
@@ -294,15 +298,15 @@ def _accept(polish: Polish, partition: Partition, start: np.ndarray, target_choi
 def _change(
     csr: CSRProblem, partition: Partition, start: np.ndarray, target_choice: np.ndarray, cost: np.ndarray
 ) -> np.ndarray:
-    """Returns `[num_balls]` what each ball's change costs, with node costs `cost` `[N]`."""
+    """Returns `[num_neighbourhoods]` what each neighbourhood's change costs, with node costs `cost` `[N]`."""
     edge, node = partition.edge, partition.node
     source, target = csr.source[edge], csr.target[edge]
     row = csr.matrix[edge]
     before = csr.entries[row + start[source] * csr.sizes[target] + start[target]]
     after = csr.entries[row + target_choice[source] * csr.sizes[target] + target_choice[target]]
-    change = np.bincount(partition.label[source], (after - before) * partition.share, partition.num_balls)
+    change = np.bincount(partition.label[source], (after - before) * partition.share, partition.num_neighbourhoods)
     node_change = cost[csr.start[node] + target_choice[node]] - cost[csr.start[node] + start[node]]
-    return change + np.bincount(partition.label[node], node_change, partition.num_balls)
+    return change + np.bincount(partition.label[node], node_change, partition.num_neighbourhoods)
 
 
 class _Room:

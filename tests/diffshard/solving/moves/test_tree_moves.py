@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from diffshard.solving.csr import chosen_cost, to_csr, with_ceiling
-from diffshard.solving.moves import forest as forest_moves
-from diffshard.solving.moves.forest import best_choice, first_least, grow_forest
+from diffshard.solving.moves import tree_moves
+from diffshard.solving.moves.tree_moves import best_choice, first_least, grow_forest
 from tests.diffshard.solving.random_problems import small_problem
 
 
@@ -83,8 +83,8 @@ def test_a_large_forest_keeps_no_entries_and_moves_alike(monkeypatch):
         kept = grow_forest(csr, order)
         expected = best_choice(csr, kept, field.copy(), choice)
         with monkeypatch.context() as patch:
-            patch.setattr(forest_moves, "_MOST_KEPT_ENTRIES", -1)
-            patch.setattr(forest_moves, "_MOST_ENTRIES_AT_ONCE", 4)
+            patch.setattr(tree_moves, "_MOST_KEPT_ENTRIES", -1)
+            patch.setattr(tree_moves, "_MOST_ENTRIES_AT_ONCE", 4)
             lean = grow_forest(csr, order)
             assert all(level.parts is None for level in lean.levels)
             assert best_choice(csr, lean, field.copy(), choice).tolist() == expected.tolist()
