@@ -67,4 +67,4 @@ __version__ = "0.1.0"
 __getattr__, __dir__, __all__ = lazy_names(__name__)
 
 if "jax" in sys.modules:  # a process that ends before it uses any name has to tell the others of its job, too
-    importlib.import_module("diffshard.endings")
+    importlib.import_module("diffshard.exit_notices")

@@ -23,9 +23,9 @@ import jax
 from jax.extend.backend import backends
 from jax.sharding import AbstractMesh, Mesh
 
-from diffshard.agreement import ARRIVAL_LIMIT_S, Agreement, MissingError, service_client
 from diffshard.base import ProcessesError
 from diffshard.plans.json_values import from_json_values, to_json_values
+from diffshard.rendezvous import ARRIVAL_LIMIT_S, MissingError, Rendezvous, service_client
 
 T = TypeVar("T")
 _KNOWN = "is known to all processes"
@@ -125,24 +125,24 @@ class Processes:
         """
         if self.is_one:
             return make()
-        agreement = Agreement.next_of(self.indices, what)
+        rendezvous = Rendezvous.next_of(self.indices, what)
         if self.is_first:
-            agreement.arrive("compare")
+            rendezvous.arrive("compare")
         try:
             made = make()
             own_facts = dict(facts(made))
         except BaseException as error:
-            agreement.fail(error, "digest")
+            rendezvous.fail(error, "digest")
             vars(error)[_KNOWN] = True
             raise
-        if problem := (not self.is_first and agreement.arrive("compare")) or agreement.problem_with(own_facts):
+        if problem := (not self.is_first and rendezvous.arrive("compare")) or rendezvous.problem_with(own_facts):
             raise ProcessesError(f"The processes cannot {what}: {problem}")
         return made
 
     def tell(self, what: str, error: BaseException) -> None:
         """Tells the others that this process has failed; takes its place in the exchange to which they come next."""
         if not self.is_one:
-            Agreement.next_of(self.indices, what).fail(error, "arrival")
+            Rendezvous.next_of(self.indices, what).fail(error, "arrival")
             vars(error)[_KNOWN] = True
 
     def shared(
@@ -178,17 +178,17 @@ class Processes:
         """
         if self.is_one:
             return [make()]
-        agreement = Agreement.next_of(self.indices, what)
-        if problem := agreement.arrive("gather"):
+        rendezvous = Rendezvous.next_of(self.indices, what)
+        if problem := rendezvous.arrive("gather"):
             raise ProcessesError(f"The processes cannot {what}: {problem}.")
         try:
             made = make()
         except BaseException as error:
-            agreement.fail(error, "result")
+            rendezvous.fail(error, "result")
             vars(error)[_KNOWN] = True
             raise
         try:
-            return [json.loads(text) for text in agreement.gathered(json.dumps(made))]
+            return [json.loads(text) for text in rendezvous.gathered(json.dumps(made))]
         except MissingError as error:
             raise ProcessesError(f"The processes cannot {what}: {error}.") from None
 
@@ -215,8 +215,8 @@ class Processes:
     ) -> T:
         if self.is_one:
             return make()
-        agreement = Agreement.next_of(self.indices, what, name)
-        if not name and (problem := agreement.arrive("share")):
+        rendezvous = Rendezvous.next_of(self.indices, what, name)
+        if not name and (problem := rendezvous.arrive("share")):
             raise ProcessesError(f"The processes cannot {what}: {problem}")
         if self.is_first:
             try:
@@ -224,13 +224,13 @@ class Processes:
                 packed = pack(made)
             except BaseException as error:
                 vars(error)[_KNOWN] = True
-                agreement.put("result", _pack([what, packed_error(error)]))
+                rendezvous.put("result", _pack([what, packed_error(error)]))
                 raise
-            agreement.put("result", b"\n".join([_pack([what, None]), packed]))
+            rendezvous.put("result", b"\n".join([_pack([what, None]), packed]))
             return made
         first, limit_s = self.indices[0], ARRIVAL_LIMIT_S if name else None
         try:
-            head, _, packed = agreement.get("result", first, limit_s=limit_s).partition(b"\n")
+            head, _, packed = rendezvous.get("result", first, limit_s=limit_s).partition(b"\n")
         except MissingError as error:
             if name:
                 raise ProcessesError(f"Process {first} did not {what} that is this process's: {error}.") from None

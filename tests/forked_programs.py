@@ -19,7 +19,7 @@ from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from diffshard import endings
+from diffshard import exit_notices
 
 ROOT = Path(__file__).resolve().parents[1]
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -86,7 +86,7 @@ def _run(program: str, folder: str, environment: dict[str, str], stdout: str, st
     sys.argv, sys.path[:] = [program], [str(Path(program).parent), str(ROOT), *sys.path]
     if "PYTHONWARNINGS" in environment:
         warnings.simplefilter(environment["PYTHONWARNINGS"])  # type: ignore[arg-type]
-    importlib.reload(endings)  # its note at the end is of the process that has imported it
+    importlib.reload(exit_notices)  # its note at the end is of the process that has imported it
     try:
         runpy.run_path(program, run_name="__main__")
     except SystemExit:

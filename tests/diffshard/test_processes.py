@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh
 
-from diffshard.agreement import differences
 from diffshard.processes import Processes, processes_of
+from diffshard.rendezvous import differences
 from tests.processes import run_processes
 
 _AGREE = """
@@ -78,12 +78,12 @@ tell(lambda: everyone.check_alike("end", {}))
 
 import time
 
-from diffshard import agreement
+from diffshard import rendezvous
 
-agreement.ARRIVAL_LIMIT_S = 2.0
+rendezvous.ARRIVAL_LIMIT_S = 2.0
 time.sleep(5.0 if process == 2 else 0.0)
 tell(lambda: everyone.check_alike("meet", {}))
-agreement.ARRIVAL_LIMIT_S = 600.0
+rendezvous.ARRIVAL_LIMIT_S = 600.0
 if process == 2:
     raise KeyError("gone")
 tell(lambda: everyone.check_alike("part", {}))
@@ -122,10 +122,10 @@ _KILLED = """
 import signal
 import time
 
-from diffshard import agreement
+from diffshard import rendezvous
 from diffshard.processes import Processes, all_processes
 
-agreement.PULSE_S, agreement.SILENCE_S = 0.2, 3.0
+rendezvous.PULSE_S, rendezvous.SILENCE_S = 0.2, 3.0
 all_processes().check_alike("begin", {})
 if process == 2:
     os.kill(os.getpid(), signal.SIGKILL)

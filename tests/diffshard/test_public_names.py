@@ -43,7 +43,7 @@ def test_importing_the_package_imports_nothing_heavy():
     heavy = {"optax", "flax", "scipy", "rich", "cost", "search_spaces"}
     ours = [name for name in imported if name.split(".")[0] in heavy or name.startswith("diffshard.")]
     # The first one tells the other processes of a job of this one's end, the second one knows the public names.
-    assert ours == ["diffshard.endings", "diffshard.public_names"]
+    assert ours == ["diffshard.exit_notices", "diffshard.public_names"]
 
 
 def test_every_public_name_is_there_and_stands_in_one_place():

@@ -25,7 +25,7 @@ def service_state() -> Any:
     return getattr(getattr(multihost_utils, "distributed", None), "global_state", None)
 
 
-def _tell_ending(process_id: int) -> None:
+def _leave_notice(process_id: int) -> None:
     """Writes the note about this process, with the error that has ended it, if any."""
     state = service_state()
     if os.getpid() != process_id or getattr(state, "client", None) is None:  # a forked child is no process of the job
@@ -36,4 +36,4 @@ def _tell_ending(process_id: int) -> None:
         state.client.key_value_set_bytes(f"{ENDED}/{state.process_id}", text.encode())
 
 
-atexit.register(_tell_ending, os.getpid())
+atexit.register(_leave_notice, os.getpid())

@@ -7,10 +7,10 @@ import jax
 import pytest
 from jax.experimental import multihost_utils
 
-from diffshard import agreement, processes
-from diffshard.agreement import Agreement
+from diffshard import processes, rendezvous
 from diffshard.base import ProcessesError
 from diffshard.processes import Processes
+from diffshard.rendezvous import Rendezvous
 
 BOTH = Processes((0, 1))
 
@@ -48,7 +48,7 @@ def _state() -> Any:
 def store(monkeypatch: pytest.MonkeyPatch) -> _Store:
     store = _Store()
     monkeypatch.setattr(_state(), "client", store)
-    for module in (agreement, processes):
+    for module in (rendezvous, processes):
         monkeypatch.setattr(module, "ARRIVAL_LIMIT_S", 0.0)
     return store
 
@@ -61,11 +61,11 @@ def as_process(store: _Store, monkeypatch: pytest.MonkeyPatch) -> Callable[[int]
 
     def switch(process: int) -> None:
         if current:
-            counts[current.pop()] = Agreement._counts, Agreement._old
+            counts[current.pop()] = Rendezvous._counts, Rendezvous._old
         current.append(process)
-        monkeypatch.setattr(Agreement, "_client", store)
-        monkeypatch.setattr(Agreement, "_counts", counts[process][0])
-        monkeypatch.setattr(Agreement, "_old", counts[process][1])
+        monkeypatch.setattr(Rendezvous, "_client", store)
+        monkeypatch.setattr(Rendezvous, "_counts", counts[process][0])
+        monkeypatch.setattr(Rendezvous, "_old", counts[process][1])
         monkeypatch.setattr(jax, "process_index", lambda: process)
 
     return switch
@@ -124,18 +124,18 @@ def test_what_all_have_read_is_deleted_and_only_the_first_process_remembers_it(
         as_process(1)
         _save("plan", [])
         assert BOTH.shared("search", lambda: 2) == 1
-    assert Agreement._old == {}
+    assert Rendezvous._old == {}
     as_process(0)
     before = len(store.values)
-    monkeypatch.setattr(Agreement, "get", lambda *_, **__: b"{}")  # the other process agrees
+    monkeypatch.setattr(Rendezvous, "get", lambda *_, **__: b"{}")  # the other process agrees
     BOTH.check_alike("end", {})
     assert len(store.values) < before
     assert len({key.split("/")[1] for key in store.values}) == 1
-    assert [len(places) for places in Agreement._old.values()] == [1]
+    assert [len(places) for places in Rendezvous._old.values()] == [1]
 
 
 def test_the_client_of_the_service_is_where_it_is_looked_for():
-    assert agreement.service_client() is None, f"JAX {jax.__version__} has its coordination service elsewhere"
+    assert rendezvous.service_client() is None, f"JAX {jax.__version__} has its coordination service elsewhere"
 
 
 def test_a_version_of_jax_without_the_service_is_named(monkeypatch: pytest.MonkeyPatch):

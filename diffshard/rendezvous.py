@@ -1,9 +1,9 @@
-"""One exchange between processes through the key-value store of JAX's coordination service.
+"""A rendezvous of processes in the key-value store of JAX's coordination service.
 
-A process that ends leaves a note (`endings.py`). One that is killed cannot: JAX's service notices that it sends nothing
-any more, after a hundred seconds if the user does not say otherwise, and aborts all others, which cannot be caught. So
-each process that has come to an exchange writes a new number into the store every few seconds, its pulse, and the
-others find in time that it has stopped.
+A process that ends leaves a note (`exit_notices.py`). One that is killed cannot: JAX's service notices that it sends
+nothing any more, after a hundred seconds if the user does not say otherwise, and aborts all others, which cannot be
+caught. So each process that has come to an exchange writes a new number into the store every few seconds, its pulse,
+and the others find in time that it has stopped.
 
 JAX has no public name for the client of that service. It is reached through `jax.experimental.multihost_utils`, whose
 `distributed` is a private module of JAX. Relied upon are `distributed.global_state`, its `process_id`, its `client`,
@@ -24,10 +24,10 @@ from typing import Any
 import jax
 
 from diffshard.base import ProcessesError
-from diffshard.endings import ENDED, service_state
+from diffshard.exit_notices import ENDED, service_state
 
 ARRIVAL_LIMIT_S = 600.0
-"""How long processes wait for one that has not come to an agreement: it may restore a checkpoint, or never come."""
+"""How long processes wait for one that has not come to a rendezvous: it may restore a checkpoint, or never come."""
 WARNING_S = 60.0
 """Seconds after which a process says whom it waits for."""
 _POLL_MS = 1000
@@ -44,8 +44,8 @@ class MissingError(Exception):
     """A process has ended, or has not come in time; the text is a sentence that says which and how."""
 
 
-class Agreement:
-    """One exchange between processes, with a place of its own in the key-value store.
+class Rendezvous:
+    """One exchange between processes that all come to it, with a place of its own in the key-value store.
 
     The first process says at "arrival" what kind of exchange it has come for. To compare facts it puts a digest of its
     own at "digest", each other one its answer at "answer/NUMBER": empty, or its facts if they differ, or its error. The
@@ -67,7 +67,7 @@ class Agreement:
         self.place = f"diffshard/{members}/{number}"
 
     @classmethod
-    def next_of(cls, indices: tuple[int, ...], what: str, name: str = "") -> "Agreement":
+    def next_of(cls, indices: tuple[int, ...], what: str, name: str = "") -> "Rendezvous":
         """Returns the next exchange of these processes, of those with this name."""
         client = service_client()
         if client is None:
@@ -83,10 +83,10 @@ class Agreement:
                 cls._counts = {key: n for key, n in cls._counts.items() if key[0] != indices or not key[1]}
             number = cls._counts[indices, name] = cls._counts.get((indices, name), -1) + 1
             since = cls._counts.get((indices, ""), -1)
-        agreement = cls(client, indices, f"{since}/{number}" if name else str(number), what, name)
-        if agreement.is_first:  # which deletes what the others have read
-            cls._old.setdefault(indices, []).append(agreement.place)
-        return agreement
+        rendezvous = cls(client, indices, f"{since}/{number}" if name else str(number), what, name)
+        if rendezvous.is_first:  # which deletes what the others have read
+            cls._old.setdefault(indices, []).append(rendezvous.place)
+        return rendezvous
 
     @property
     def is_first(self) -> bool:
