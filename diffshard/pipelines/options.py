@@ -1,6 +1,6 @@
 """What a search for a pipeline is asked for, checked before anything is traced, and how far the search is.
 
-Its course says how much time it has left, and what it tells a terminal.
+`SearchProgress` has the deadline of a search and what it shows in a terminal.
 """
 
 import inspect
@@ -279,8 +279,8 @@ _LEAST_TIME_S = 0.1
 """What a solver is given for one stage or program at least."""
 
 
-class Course:
-    """What a search for a pipeline has done so far.
+class SearchProgress:
+    """The deadline of a search for a pipeline, and what it has done so far.
 
     Args:
       time_limit_s: for all of the search; None ends by its own rule.

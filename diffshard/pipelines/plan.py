@@ -12,7 +12,7 @@ from diffshard.live_progress import LiveLine
 from diffshard.pipelines.base import Pipeline
 from diffshard.pipelines.cutting import UncutStep, uncut_step
 from diffshard.pipelines.decisions import trace_facts
-from diffshard.pipelines.options import Course, PipelineOptions, donated_arrays, pipeline_options
+from diffshard.pipelines.options import PipelineOptions, SearchProgress, donated_arrays, pipeline_options
 from diffshard.pipelines.pipelined_function import PipelinedFunction
 from diffshard.pipelines.planned_pipeline import FoundPipeline
 from diffshard.pipelines.plans.base import PipelinePlanData
@@ -122,8 +122,8 @@ def _applied(
     line: LiveLine,
 ) -> FoundPipeline:
     """Returns the pipeline of a plan; what `PipelinedFunction` calls in place of a search."""
-    course, what = Course(line, None), "apply the same plan"
-    course.step("tracing")
+    progress, what = SearchProgress(line, None), "apply the same plan"
+    progress.step("tracing")
     count, num_groups = plan.num_microbatches * plan.num_groups, plan.num_groups
 
     def traced() -> list[UncutStep]:
@@ -135,4 +135,4 @@ def _applied(
 
     processes.check_alike(what, {"the plan": digest_of({"the plan": json.dumps(to_json(plan))})})
     steps = processes.alike(what, traced, trace_facts)
-    return applied_pipeline(options, plan, steps, donated_arrays(options, args, kwargs), processes, course)
+    return applied_pipeline(options, plan, steps, donated_arrays(options, args, kwargs), processes, progress)

@@ -73,14 +73,14 @@ def planned_pipeline(
       processes: those that own devices of the cluster.
       given: shardings of the stages that are taken where they fit.
     """
-    stages, cluster, chain, course = chosen.stages, options.cluster, search.chain, search.course
+    stages, cluster, chain, progress = chosen.stages, options.cluster, search.chain, search.progress
     count, submeshes, each = search.num_microbatches, search.submeshes, chosen.stages_per_device
     device = graph_of(chosen.schedule, len(stages), count, each).device.tolist()
     staged, step = search.staged([stage.start for stage in stages])
     earlier = [] if given is None else given(staged)
 
     def solve_one(i: int) -> StageLayout:
-        course.step(f"sharding stage {i + 1} of {len(stages)}")
+        progress.step(f"sharding stage {i + 1} of {len(stages)}")
         variants = StageVariants(
             options,
             staged,
@@ -89,7 +89,7 @@ def planned_pipeline(
             submeshes[stages[i].submesh],
             chosen.in_flight[i],
             is_donated=search.is_donated,
-            time_limit_s=course.stage_limit_s(3 * len(stages) - i),  # each has two programs as well
+            time_limit_s=progress.stage_limit_s(3 * len(stages) - i),  # each has two programs as well
             stages_per_device=each,
         )
         known = search.divisions_of(each).known_layout(Entry(*stages[i], chosen.in_flight[i]))
@@ -99,7 +99,7 @@ def planned_pipeline(
             if chosen.recomputed
             else variants.fastest()
         )
-        course.is_interrupted |= layout.is_interrupted
+        progress.is_interrupted |= layout.is_interrupted
         return layout
 
     def solve() -> list[StageLayout]:
@@ -117,10 +117,10 @@ def planned_pipeline(
     staged = with_choices(search.programs(step, copied), layouts)
     is_split = splits_backward(chosen.schedule)
     staged = with_split_backward(staged) if is_split else staged
-    course.step("planning the programs of the stages")
-    limit_s = course.stage_limit_s(2 * len(stages))
+    progress.step("planning the programs of the stages")
+    limit_s = progress.stage_limit_s(2 * len(stages))
     plans = StagePlans(staged, devices, processes, options, limit_s)
-    course.is_interrupted |= any(plan.status == "interrupted" for plan in plans.plans.values())
+    progress.is_interrupted |= any(plan.status == "interrupted" for plan in plans.plans.values())
     forward_s, backward_s = plans.pass_seconds("forward"), plans.pass_seconds("backward")
     for i, layout in enumerate(layouts):
         forward_s[i] += layout.offload_s
@@ -234,7 +234,7 @@ def predicted_plan(
         step_s=0.0,
         bubble=0.0,
         lower_bound_s=0.0,
-        search_s=search.course.seconds,
+        search_s=search.progress.seconds,
         tried=tuple(tried),
         notes=tuple(notes),
         num_groups=search.num_groups,

@@ -141,7 +141,7 @@ def choose_replicas(
     kinds = order[: options.pipeline.max_replicas]
     best: ChosenReplicas | None = None
     for search in searches if len(kinds) > 1 else ():
-        main = StepSearch(_of_kind(options, kinds[0]), search.step, donated, search.course)
+        main = StepSearch(_of_kind(options, kinds[0]), search.step, donated, search.progress)
         limits = sorted({min(2**n, options.pipeline.max_stages) for n in range(8)})
         tried: set[tuple[Schedule, tuple[Stage, ...]]] = set()
         for schedule in options.pipeline.schedules:
@@ -221,7 +221,7 @@ def _with_others(
             continue
         try:
             layouts = [
-                solve_replica_stage(options, part, i, own[i], in_flight[i], main.course.stage_limit_s())
+                solve_replica_stage(options, part, i, own[i], in_flight[i], main.progress.stage_limit_s())
                 for i in range(size)
             ]
         except InfeasibleError:

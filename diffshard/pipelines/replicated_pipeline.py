@@ -21,7 +21,7 @@ from diffshard.pipelines.decisions import (
     planned_facts,
     shared_layouts,
 )
-from diffshard.pipelines.options import Course, PipelineOptions, mesh_shape
+from diffshard.pipelines.options import PipelineOptions, SearchProgress, mesh_shape
 from diffshard.pipelines.planned_pipeline import (
     FoundPipeline,
     cluster_words,
@@ -144,7 +144,7 @@ def _places(
     """
     part = replica_part(base)
     wanted = [(r, i, s) for r, replica in enumerate(chosen.replicas) for i, s in enumerate(replica.submeshes)]
-    limit_s = search.course.stage_limit_s(3 * len(wanted))  # each has two programs as well
+    limit_s = search.progress.stage_limit_s(3 * len(wanted))  # each has two programs as well
 
     def solved(r: int, i: int, submesh: Submesh) -> StageLayout:
         in_flight = chosen.replicas[r].in_flight[i]
@@ -174,7 +174,7 @@ def _planned_programs(
         named = replace(p.layout, specs=replica_specs(p.layout.specs, steps[p.replica], p.replica))
         devices.append(StageDevices(mesh_of(cluster, p.numbers, shape), cluster.hardware(p.submesh.kind, shape), named))
     counts = [search.num_microbatches - len(steps) + 1, *[1] * (len(steps) - 1)]
-    limit_s = search.course.stage_limit_s(2 * len(places))
+    limit_s = search.progress.stage_limit_s(2 * len(places))
     return StagePlans(replicated_step(steps, counts), devices, processes, options, limit_s)
 
 
@@ -223,7 +223,7 @@ def applied_pipeline(
     steps: Sequence[UncutStep],
     donated: Sequence[bool],
     processes: Processes,
-    course: Course,
+    progress: SearchProgress,
 ) -> FoundPipeline:
     """Returns the pipeline of a plan for a traced step.
 
@@ -234,8 +234,8 @@ def applied_pipeline(
     step = _step_of(plan, steps)
     check_fits(plan, options, step)
     decided = DecidedProcesses(processes.indices, plan.decisions)
-    search = StepSearch(options, step, donated, course)
-    course.step("taking the stages of a plan")
+    search = StepSearch(options, step, donated, progress)
+    progress.step("taking the stages of a plan")
     try:
         if plan.replicas:
             replicas = decided.shared(CHOOSE_REPLICAS, _not_decided, kind=ChosenReplicas)

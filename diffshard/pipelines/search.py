@@ -22,7 +22,14 @@ from diffshard.pipelines.decisions import (
     trace_facts,
 )
 from diffshard.pipelines.least_memory import nothing_found
-from diffshard.pipelines.options import SEARCH_SHARE, Course, PipelineOptions, donated_arrays, given_arrays, mesh_shape
+from diffshard.pipelines.options import (
+    SEARCH_SHARE,
+    PipelineOptions,
+    SearchProgress,
+    donated_arrays,
+    given_arrays,
+    mesh_shape,
+)
 from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_pipeline, with_bound
 from diffshard.pipelines.plans.base import PipelinePlanData
 from diffshard.pipelines.replica_search import ChosenReplicas, choose_replicas, replicas_bound_s
@@ -80,8 +87,8 @@ def find_pipeline(
       TimeoutError: the time limit ended the search before anything was found, and something may fit.
       ProcessesError: the processes have traced different steps.
     """
-    course = Course(line, options.time_limit_s)
-    course.step("tracing")
+    progress = SearchProgress(line, options.time_limit_s)
+    progress.step("tracing")
     donated, what = donated_arrays(options, args, kwargs), "search a pipeline"
     steps = processes.alike(what, lambda: _steps(options, args, kwargs), trace_facts)
     store, question = PipelineStore("", ""), ""
@@ -94,16 +101,16 @@ def find_pipeline(
     plan = processes.shared("take an earlier plan", known, kind=PipelinePlanData | None)
     if plan is not None:
         try:
-            return applied_pipeline(options, plan, steps, donated, processes, course)
+            return applied_pipeline(options, plan, steps, donated, processes, progress)
         except PlanError as error:
             warnings.warn(f"An earlier plan of a pipeline is searched again: {error}", stacklevel=2)
-    searches = [StepSearch(options, step, donated, course) for step in steps]
+    searches = [StepSearch(options, step, donated, progress) for step in steps]
     if not processes.is_first:
-        course.step("waiting for the first process")
-    chosen = processes.shared(what, lambda: _chosen(options, searches, course), kind=tuple[ChosenPipeline, ...])
-    found = _best_planned(options, searches, chosen, processes, course)
+        progress.step("waiting for the first process")
+    chosen = processes.shared(what, lambda: _chosen(options, searches, progress), kind=tuple[ChosenPipeline, ...])
+    found = _best_planned(options, searches, chosen, processes, progress)
     if options.pipeline.max_replicas > 1 and len(options.cluster.kinds) > 1:
-        found = _faster_with_replicas(options, searches, donated, found, processes, course)
+        found = _faster_with_replicas(options, searches, donated, found, processes, progress)
     elif options.pipeline.max_replicas > 1:
         note = "There are no replicas: each would be on devices of a kind of its own, and all devices are of one kind."
         found = _with_note(found, note)
@@ -122,7 +129,7 @@ def find_pipeline(
         batch_means=options.pipeline.batch_means,
     )
     whole = processes.shared(what, lambda: whole, kind=PipelinePlanData)
-    if not course.is_interrupted:  # an interrupted search might have found better stages
+    if not progress.is_interrupted:  # an interrupted search might have found better stages
         store.keep(whole)
     return found._replace(plan=whole)
 
@@ -132,7 +139,7 @@ def _best_planned(
     searches: Sequence[StepSearch],
     chosen: Sequence[ChosenPipeline],
     processes: Processes,
-    course: Course,
+    progress: SearchProgress,
 ) -> FoundPipeline:
     """Plans the programs of the pipeline with the least estimate, and of others while their estimates are clearly less.
 
@@ -149,7 +156,7 @@ def _best_planned(
         is_enough = number >= len(begun) + _MOST_PLANNED
         if best is not None and (is_enough or one.estimate_s >= (1 - _LEAST_GAIN) * best.plan.step_s):
             break
-        if best is not None and processes.shared("search a pipeline", course.is_proof_over, kind=bool):
+        if best is not None and processes.shared("search a pipeline", progress.is_proof_over, kind=bool):
             break
         wanted = one.num_microbatches, one.num_groups
         search = next(search for search in searches if (search.num_microbatches, search.num_groups) == wanted)
@@ -192,7 +199,7 @@ def _faster_with_replicas(
     donated: Sequence[bool],
     found: FoundPipeline,
     processes: Processes,
-    course: Course,
+    progress: SearchProgress,
 ) -> FoundPipeline:
     """Returns the best pipeline with replicas if it is faster than the one without, with a bound on both.
 
@@ -202,7 +209,7 @@ def _faster_with_replicas(
 
     def search() -> tuple[ChosenReplicas | None, float]:
         bound_s = min(found.plan.lower_bound_s, *(replicas_bound_s(search) for search in ungrouped))
-        return choose_replicas(options, ungrouped, donated, course.is_proof_over), bound_s
+        return choose_replicas(options, ungrouped, donated, progress.is_proof_over), bound_s
 
     chosen, bound_s = processes.shared(
         "search replicas of a pipeline", search, kind=tuple[ChosenReplicas | None, float]
@@ -222,11 +229,13 @@ def _faster_with_replicas(
             )
         except InfeasibleError as error:
             note = f"{note} {error}"
-    plan = replace(with_bound(best.plan, bound_s), search_s=course.seconds)
+    plan = replace(with_bound(best.plan, bound_s), search_s=progress.seconds)
     return _with_note(best._replace(plan=plan), note)
 
 
-def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], course: Course) -> tuple[ChosenPipeline, ...]:
+def _chosen(
+    options: PipelineOptions, searches: Sequence[StepSearch], progress: SearchProgress
+) -> tuple[ChosenPipeline, ...]:
     """Searches in each number of micro-batches and with each schedule, bounds all, and returns those found, best first.
 
     Raises:
@@ -254,27 +263,27 @@ def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], course: Co
         search, schedule, stages_per_device = choice
 
         def solve(_: Deadline, cut_off_s: float) -> Outcome[_Simulated]:
-            course.tries(search.num_microbatches, schedule, number, len(choices))
+            progress.tries(search.num_microbatches, schedule, number, len(choices))
             if search.num_groups > 1:  # known before anything is solved
                 least_s = search.bound(schedule, stages_per_device, cut_off_s, is_over=lambda: True)
                 if least_s >= cut_off_s:
                     raise CutOffError(least_s)
-            divisions = search.candidates(schedule, stages_per_device, course.is_search_over)
+            divisions = search.candidates(schedule, stages_per_device, progress.is_search_over)
             price = partial(search.divisions_of(stages_per_device).simulated_s, schedule)
             found = [_Simulated(price(one, stages_per_device), choice, one) for one in divisions]
             if not found:
                 raise InfeasibleError("No division into stages fits the memory.")
             simulated.extend(found)
             best = min(found, key=lambda one: one.seconds)
-            course.found(best.seconds)
+            progress.found(best.seconds)
             return Outcome(best, best.seconds)
 
         return Candidate((search.num_microbatches, schedule), -math.inf, solve)
 
-    outer = OuterSearch[_Simulated](course.deadline, last_share=SEARCH_SHARE)
+    outer = OuterSearch[_Simulated](progress.deadline, last_share=SEARCH_SHARE)
     outer.run(candidate(number, choice) for number, choice in enumerate(choices, 1))
     if not simulated:
-        raise nothing_found(options, searches, course.is_search_over)
+        raise nothing_found(options, searches, progress.is_search_over)
     num_tried = sum(one.status != "not tried" for one in outer.tried)
     if num_tried < len(choices):
         refused = (
@@ -287,13 +296,13 @@ def _chosen(options: PipelineOptions, searches: Sequence[StepSearch], course: Co
         if one.status != "cut off":
             tried[one.name] = min(tried.get(one.name, math.inf), math.inf if one.cost is None else one.cost)
     simulated.sort(key=lambda one: one.seconds)
-    course.step("proving a bound")
+    progress.step("proving a bound")
     target_s, choices = simulated[0].seconds, choices[:num_tried]
     bound_s = min(
-        search.bound(schedule, stages_per_device, target_s, course.is_proof_over)
+        search.bound(schedule, stages_per_device, target_s, progress.is_proof_over)
         for search, schedule, stages_per_device in choices
     )
-    course.bounded(bound_s)
+    progress.bounded(bound_s)
     return tuple(
         ChosenPipeline(
             one.choice.search.num_microbatches,

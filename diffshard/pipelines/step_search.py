@@ -16,7 +16,7 @@ from diffshard.pipelines.cutting import CutStep, UncutStep, cut_step
 from diffshard.pipelines.division_search import DivisionSearch
 from diffshard.pipelines.even_division import EvenDivisionSearch
 from diffshard.pipelines.layer_graphs import LayerChain, layer_chain
-from diffshard.pipelines.options import Course, PipelineOptions, memory_limit_of, mesh_shape
+from diffshard.pipelines.options import PipelineOptions, SearchProgress, memory_limit_of, mesh_shape
 from diffshard.pipelines.stage_function import StageFunction
 from diffshard.pipelines.stage_lifetimes import weigh
 from diffshard.pipelines.stage_search import Entry, FoundDivision, StageLayout, stage_request
@@ -212,15 +212,15 @@ class StepSearch:
     Args:
       step: traced in M·R parts, where the examples of each micro-batch are in R groups, over which gradients are
         reduced once, when a step ends.
-      course: of the search in all numbers of micro-batches; None begins one that shows nothing.
+      progress: of the search in all numbers of micro-batches; None begins one that shows nothing.
     """
 
     def __init__(
-        self, options: PipelineOptions, step: UncutStep, donated: Sequence[bool], course: Course | None = None
+        self, options: PipelineOptions, step: UncutStep, donated: Sequence[bool], progress: SearchProgress | None = None
     ):
-        course = Course(LiveLine("", None), options.time_limit_s) if course is None else course
+        progress = SearchProgress(LiveLine("", None), options.time_limit_s) if progress is None else progress
         self.is_donated = all(donated[i] for i in step.call.feedback if i is not None)
-        self.options, self.step, self.course, self.num_groups = options, step, course, step.parts.num_groups
+        self.options, self.step, self.progress, self.num_groups = options, step, progress, step.parts.num_groups
         self.num_microbatches = step.parts.num_microbatches // self.num_groups
         self.submeshes = options.cluster.submeshes()
         self._least: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -308,13 +308,13 @@ class StepSearch:
                 self.submeshes[entry.submesh],
                 entry.in_flight,
                 is_donated=self.is_donated,
-                time_limit_s=self.course.stage_limit_s(),
+                time_limit_s=self.progress.stage_limit_s(),
                 stages_per_device=stages_per_device,
             ).fastest()
-            self.course.is_interrupted |= layout.is_interrupted
+            self.progress.is_interrupted |= layout.is_interrupted
             return layout
         finally:
-            self.course.solved()
+            self.progress.solved()
 
     @cached_property
     def layer_bounds(self) -> LayerBounds:

@@ -7,7 +7,7 @@ import pytest
 
 import diffshard
 from diffshard.pipelines import search as pipeline_search
-from diffshard.pipelines.options import Course
+from diffshard.pipelines.options import SearchProgress
 from diffshard.plans.documents import text_of
 from tests.diffshard.pipelines.small_pipeline import arguments, check_close, train_step
 from tests.diffshard.pipelines.test_applied_pipelines import refuse_to_search
@@ -78,13 +78,13 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
 def test_an_interrupted_search_is_not_kept(tmp_path, monkeypatch):
     leave(monkeypatch, 1, 2)
 
-    class Interrupted(Course):
+    class Interrupted(SearchProgress):
         """One of which Ctrl-C has ended a stage."""
 
         def __init__(self, line, time_limit_s):
             super().__init__(line, time_limit_s)
             self.is_interrupted = True
 
-    monkeypatch.setattr(pipeline_search, "Course", Interrupted)
+    monkeypatch.setattr(pipeline_search, "SearchProgress", Interrupted)
     search(train_step, cache=tmp_path).plan(*arguments())
     assert list(tmp_path.iterdir()) == []

@@ -9,7 +9,7 @@ import pytest
 import diffshard
 from diffshard import base
 from diffshard.pipelines import options, pipelined_function
-from diffshard.pipelines.options import Course
+from diffshard.pipelines.options import SearchProgress
 
 
 class Clock:
@@ -37,8 +37,8 @@ class Line:
         self.texts.append(text)
 
 
-def _course(time_limit_s):
-    return Course(Line(), time_limit_s)  # type: ignore[arg-type]
+def _search_progress(time_limit_s):
+    return SearchProgress(Line(), time_limit_s)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def clock(monkeypatch):
 
 def test_the_line_has_what_is_tried_and_the_best_step_and_the_bound(clock: Clock):
     line = Line()
-    search = Course(line, None)  # type: ignore[arg-type]
+    search = SearchProgress(line, None)  # type: ignore[arg-type]
     clock.seconds = 2.5
     search.tries(8, "1f1b", 2, 3)
     search.solved()
@@ -64,7 +64,7 @@ def test_the_line_has_what_is_tried_and_the_best_step_and_the_bound(clock: Clock
 
 
 def test_a_time_limit_is_divided_among_the_search_the_bound_and_the_programs(clock: Clock):
-    search = _course(10.0)
+    search = _search_progress(10.0)
     clock.seconds = 6.5
     assert not search.is_search_over()  # nothing was found yet
     assert search.stage_limit_s() == 3.5
@@ -76,18 +76,18 @@ def test_a_time_limit_is_divided_among_the_search_the_bound_and_the_programs(clo
     assert search.stage_limit_s(4) == 0.5
     clock.seconds = 20.0
     assert 0 < search.stage_limit_s() < 1
-    assert _course(10.0).is_search_over() is False
-    unfinished = _course(1.0)
+    assert _search_progress(10.0).is_search_over() is False
+    unfinished = _search_progress(1.0)
     clock.seconds += 30.0
     assert unfinished.is_search_over()  # nothing that fits is looked for without end
-    unlimited = _course(None)
+    unlimited = _search_progress(None)
     assert not unlimited.is_search_over()
     assert not unlimited.is_proof_over()
 
 
 def test_a_stage_has_as_much_time_of_the_processor_on_a_busy_machine_as_on_a_quiet_one(clock: Clock):
-    quiet_s = _course(None).stage_limit_s()
-    search = _course(None)
+    quiet_s = _search_progress(None).stage_limit_s()
+    search = _search_progress(None)
     clock.seconds, clock.process_s = 8.0, 8.0
     assert search.stage_limit_s() == quiet_s
     clock.seconds = 32.0  # of which this process had a quarter
