@@ -155,7 +155,7 @@ def loss_setting(seed: int, num_layers: int = 6, width: int = 8192) -> Setting:
         {m: a / len(group.vertices) for group, a in zip(groups, added, strict=True) for m in group.members}
     )
     increase = [a - b for a, b in zip(priced.problem.node_cost, free.problem.node_cost, strict=True)]
-    exact = solve(space.problem, alike=space.alike)
+    exact = solve(space.problem, tied=space.tied)
     penalty_s = exact.cost * MaxLossIncrease.penalty / 2
 
     def rise_s(amounts: dict[str, jax.Array]) -> jax.Array:
@@ -166,7 +166,7 @@ def loss_setting(seed: int, num_layers: int = 6, width: int = 8192) -> Setting:
 
 
 def _step_setting(name: str, space: ShardingSpace, objective: Objective) -> Setting:
-    first = solve(space.problem, alike=space.alike)
+    first = solve(space.problem, tied=space.tied)
     return Setting(name, space.preference_problem, objective, np.asarray(first.choice))
 
 

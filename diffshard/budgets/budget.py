@@ -14,7 +14,7 @@ from cost.base import Link, Problem
 from diffshard.base import Solution
 from diffshard.budgets.base import Budget, Phase, PhasePlans, mean_step_s
 from diffshard.budgets.job import Job, Outcome, job_of, requests_of
-from diffshard.budgets.joint import choices_of, joint_alike, joint_problem
+from diffshard.budgets.joint import choices_of, joint_problem, joint_tied
 from diffshard.processes import errors_for_all, processes_of
 from diffshard.sharding_search.fingerprints import facts_of, run_facts
 from diffshard.sharding_search.options import Remat, options_of
@@ -162,7 +162,7 @@ def _solve_together(job: Job, alone: Outcome) -> Solution:
             solver=options.solver,
             time_limit_s=deadline.remaining_s(),
             key=options.key,
-            alike=joint_alike(job.spaces),
+            tied=joint_tied(job.spaces),
         )
 
     return minimise(

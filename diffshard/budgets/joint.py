@@ -74,12 +74,12 @@ def joint_problem(
     return problem, Objective(_total_of(phases), quantities | {_MOVES: moves}, name="budget")
 
 
-def joint_alike(spaces: Sequence[ShardingSpace]) -> np.ndarray:
+def joint_tied(spaces: Sequence[ShardingSpace]) -> np.ndarray:
     """Returns numbers of the nodes, equal for those at the same place of equal layers of one phase, `[V]`."""
     numbers, first = [], 0
     for space in spaces:
-        numbers.append(space.alike + first)
-        first += int(space.alike.max(initial=0)) + 1
+        numbers.append(space.tied + first)
+        first += int(space.tied.max(initial=0)) + 1
     return np.concatenate(numbers)
 
 

@@ -170,7 +170,7 @@ def solve_problem_of(
         time_limit_s=options.time_limit_s,
         key=options.key,
         progress=progress,
-        alike=space.alike,
+        tied=space.tied,
         start=start,
         stop_gap=stop_gap,
     )

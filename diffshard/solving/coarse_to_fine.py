@@ -1,9 +1,9 @@
 """Problems of equal layers from coarse to fine: first what is small, the whole only where it has something to gain.
 
-1. The tied problem, in which alike nodes take equal strategies, is solved. It has the nodes of one layer instead of
+1. The tied problem, in which tied nodes take equal strategies, is solved. It has the nodes of one layer instead of
    all; its choices are choices of the problem, and treat equal layers equally.
 2. The whole problem is presolved and its dual maximised for a bound. The tied choice is the answer where it is near.
-3. Else the ties are loosened where the neighbours of alike nodes differ, as at the first and the last layer. If that is
+3. Else the ties are loosened where the neighbours of tied nodes differ, as at the first and the last layer. If that is
    not near enough either, the solver goes on with the whole problem.
 
 A start that is given, as the choice of a similar problem, counts as a tied choice, and stage 1 waits until the bound
@@ -90,7 +90,7 @@ def _peaks(excess: np.ndarray) -> list[int]:
 TIE_GAP = 1e-4
 """How much more a choice that treats equal layers equally may cost, relatively: far below what predictions are off."""
 _LOOSE_ROUNDS = 2
-"""Rounds of refinement that loosen ties: nodes stay tied whose neighbours' neighbours are alike. One round was enough
+"""Rounds of refinement that loosen ties: nodes stay tied whose neighbours' neighbours are equal. One round was enough
 on GPTs and decoders of 8 to 32 layers."""
 _SOLVED_GAP = 1e-5
 """The gap at which a tied problem counts as solved; a tenth of what ties may cost."""
@@ -136,7 +136,7 @@ class _Run:
 def run_coarse_to_fine(
     problem: Problem,
     solver: Solver,
-    alike: np.ndarray,
+    tied: np.ndarray,
     *,
     time_limit_s: float | None,
     key: jax.Array,
@@ -145,11 +145,11 @@ def run_coarse_to_fine(
     start: Sequence[int] | np.ndarray | None = None,
     stop_gap: float = OPTIMAL_GAP,
 ) -> Solution:
-    """Solves a problem, and prefers choices in which alike nodes take equal strategies.
+    """Solves a problem, and prefers choices in which tied nodes take equal strategies.
 
     Args:
       solver: for the tied problems and for the whole.
-      alike: `[V]` numbers, equal for alike nodes, which have equally many strategies.
+      tied: `[V]` numbers, equal for tied nodes, which have equally many strategies.
       key: a JAX random key.
       start: `[V]` a choice to begin with.
       stop_gap: the relative gap at which the search ends.
@@ -159,15 +159,15 @@ def run_coarse_to_fine(
       the best one.
 
     Raises:
-      ValueError: the problem breaks a rule of `Problem`, alike nodes have different numbers of strategies, or the
+      ValueError: the problem breaks a rule of `Problem`, tied nodes have different numbers of strategies, or the
         start is no choice of the problem.
     """
     problem, best, deadline = begun(problem, time_limit_s, progress)
     if best.has_no_room:
         return best.solution("finished")
     run = _Run(problem, solver, reduce, key, deadline, best, LazyMemoryLimit(problem), stop_gap)
-    alike = np.unique(alike, return_inverse=True)[1].ravel()
-    ties = [lambda: alike, lambda: _loosened(problem, alike)]
+    tied = np.unique(tied, return_inverse=True)[1].ravel()
+    ties = [lambda: tied, lambda: _loosened(problem, tied)]
     if start is not None:
         _offer_tied(run, checked_choice(problem, start))
     try:
@@ -256,6 +256,6 @@ def _proposals(run: _Run) -> Iterator[np.ndarray | None]:
     return proposals(run.best, reduction, run.solver, run.deadline, run.key)
 
 
-def _loosened(problem: Problem, alike: np.ndarray) -> np.ndarray:
-    """Returns `[V]` classes of alike nodes whose neighbourhoods are alike as well."""
-    return np.unique(np.stack([alike, classes(problem, _LOOSE_ROUNDS)]), axis=1, return_inverse=True)[1].ravel()
+def _loosened(problem: Problem, tied: np.ndarray) -> np.ndarray:
+    """Returns `[V]` classes of tied nodes whose neighbourhoods are equal as well."""
+    return np.unique(np.stack([tied, classes(problem, _LOOSE_ROUNDS)]), axis=1, return_inverse=True)[1].ravel()

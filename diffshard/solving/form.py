@@ -58,10 +58,10 @@ class NodeForm(NamedTuple):
             status=status,
         )
 
-    def alike(self, alike: np.ndarray) -> np.ndarray:
-        """Returns `[V + P]` numbers, equal for nodes of equal numbers `[V]`; no two edges are alike."""
-        first = np.max(alike, initial=0) + 1
-        return np.concatenate([alike, first + np.arange(len(self.pairs))])
+    def tied(self, tied: np.ndarray) -> np.ndarray:
+        """Returns `[V + P]` numbers, equal for nodes of equal numbers `[V]`; no two edges are tied."""
+        first = np.max(tied, initial=0) + 1
+        return np.concatenate([tied, first + np.arange(len(self.pairs))])
 
 
 def is_node_form(problem: Problem) -> bool:

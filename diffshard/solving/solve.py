@@ -122,7 +122,7 @@ def solve(
     problem: Problem,
     *,
     reduce: Callable[[Problem], Reduction] = presolve,
-    alike: np.ndarray | None = None,
+    tied: np.ndarray | None = None,
     start: Sequence[int] | np.ndarray | None = None,
     stop_gap: float = OPTIMAL_GAP,
     objective: Objective | None = None,
@@ -133,7 +133,7 @@ def solve(
     Args:
       problem: what to solve; it is checked first.
       reduce: the presolve; `identity` hands the problem to the solver as it is.
-      alike: `[V]` numbers, equal for nodes that shall take equal strategies where that costs at most a ten-thousandth
+      tied: `[V]` numbers, equal for nodes that shall take equal strategies where that costs at most a ten-thousandth
         more, as those of equal layers; a large problem of many such nodes is solved much faster. None ties none.
       start: `[V]` a choice that may be good already, as that of a similar problem. The result is never worse, and the
         search ends as soon as the bound shows that little can be gained.
@@ -150,7 +150,7 @@ def solve(
 
     Raises:
       ValueError: the problem breaks a rule of `Problem`, the solver is unknown, the time limit is not positive, the key
-        is neither a key nor a seed, alike nodes have different numbers of strategies, or the start or a proposal does
+        is neither a key nor a seed, tied nodes have different numbers of strategies, or the start or a proposal does
         not have a strategy for each node, or the objective is not finite, has no gradient or reads what is no quantity.
       TypeError: the problem is no `Problem`, the solver yields something that is no `Proposal`, or the objective does
         not return a scalar.
@@ -165,22 +165,22 @@ def solve(
         validate(problem)
         if len(problem.edge_load) and not has_few_pairs(problem):
             problem, objective = split_loads(with_finite_loads(problem), objective)
-    own: dict[str, Any] = {"solver": solver, "key": key, "reduce": reduce, "alike": alike, "stop_gap": stop_gap}
+    own: dict[str, Any] = {"solver": solver, "key": key, "reduce": reduce, "tied": tied, "stop_gap": stop_gap}
     if objective is not None:
         return _solve_objective(problem, objective, start, Deadline(time_limit_s, begin_s), progress, own)
-    if alike is not None:
-        _check_alike(problem, alike)
+    if tied is not None:
+        _check_tied(problem, tied)
     if not is_node_form(problem):
         form = node_form(problem)
-        own["alike"] = None if alike is None else form.alike(np.asarray(alike))
+        own["tied"] = None if tied is None else form.tied(np.asarray(tied))
         begin = None if start is None else form.choice_of(start)
         remaining_s = Deadline(time_limit_s, begin_s).remaining_s()
         found = solve(form.problem, time_limit_s=remaining_s, progress=progress, start=begin, **own)
         return form.solution(found)
     of_loop: dict[str, Any] = {"key": key, "reduce": reduce, "stop_gap": stop_gap}
     of_loop |= {"time_limit_s": time_limit_s, "progress": progress, "start": start}
-    if alike is not None:
-        return run_coarse_to_fine(problem, run, alike, **of_loop)
+    if tied is not None:
+        return run_coarse_to_fine(problem, run, tied, **of_loop)
     return run_solver(problem, run, **of_loop)
 
 
@@ -242,15 +242,15 @@ def _smoothed_tangent(priced: PricedObjective, problem: Problem) -> Affine:
     return Affine(float(np.mean(constants)), np.mean(gradients, axis=0))
 
 
-def _check_alike(problem: Problem, alike: np.ndarray) -> None:
-    sizes, alike = num_strategies(problem), np.asarray(alike)
-    if alike.shape != sizes.shape:
-        raise ValueError(f"`alike` must have one number for each of the {len(sizes)} nodes, got shape {alike.shape}.")
-    _, first, number = np.unique(alike, return_index=True, return_inverse=True)
+def _check_tied(problem: Problem, tied: np.ndarray) -> None:
+    sizes, tied = num_strategies(problem), np.asarray(tied)
+    if tied.shape != sizes.shape:
+        raise ValueError(f"`tied` must have one number for each of the {len(sizes)} nodes, got shape {tied.shape}.")
+    _, first, number = np.unique(tied, return_index=True, return_inverse=True)
     wrong = np.flatnonzero(sizes != sizes[first][number])
     if wrong.size:
         v, u = int(wrong[0]), int(first[number[wrong[0]]])
-        raise ValueError(f"`alike` ties nodes {u} and {v}, which have {sizes[u]} and {sizes[v]} strategies.")
+        raise ValueError(f"`tied` ties nodes {u} and {v}, which have {sizes[u]} and {sizes[v]} strategies.")
 
 
 def solver_names() -> tuple[str, ...]:

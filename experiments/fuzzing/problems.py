@@ -37,14 +37,14 @@ class Case(NamedTuple):
       solver: the name of one.
       time_limit_s: for it.
       presolves: whether the problem is presolved.
-      alike: `[V]`, or None.
+      tied: `[V]`, or None.
     """
 
     problem: Problem
     solver: str
     time_limit_s: float | None
     presolves: bool
-    alike: np.ndarray | None
+    tied: np.ndarray | None
 
 
 SOLVERS = {name: resolve(name) for name in solver_names()}
@@ -55,13 +55,13 @@ def case_of(seed: int, solver: str | None = None) -> Case:
     """Returns the case of a seed; the solvers take turns unless one is named."""
     rng = np.random.default_rng(seed)
     problem = random_problem(rng)
-    alike = num_strategies(problem) if rng.random() < 0.15 else None
+    tied = num_strategies(problem) if rng.random() < 0.15 else None
     return Case(
         problem,
         solver or list(SOLVERS)[seed % len(SOLVERS)],
         _TIME_LIMITS_S[rng.integers(len(_TIME_LIMITS_S))],
         bool(rng.random() < 0.6),
-        alike,
+        tied,
     )
 
 
@@ -78,7 +78,7 @@ def outcome(seed: int, solver: str | None = None) -> str:
                 time_limit_s=case.time_limit_s,
                 key=seed,
                 reduce=presolve if case.presolves else identity,
-                alike=case.alike,
+                tied=case.tied,
             )
     except Exception as error:  # whatever it is, it is counted
         return error_outcome(error, seed)

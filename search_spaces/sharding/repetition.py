@@ -16,13 +16,13 @@ import numpy as np
 from search_spaces.sharding.base import Node, Rule
 from search_spaces.sharding.graph import Graph, Operand, Value, Vertex
 
-_NEIGHBOURS_COMPARED = 4  # vertices that must be alike one after the other before their distance counts as a period
+_NEIGHBOURS_COMPARED = 4  # vertices that must be equal one after the other before their distance counts as a period
 _MOST_PERIODS = 64  # distances that are tried, the most frequent ones; chosen by hand on training steps
 _LEAST_INNER_SHARE = 0.5  # of a period that a repetition inside it must fill: query and key of a layer do not count
 _NUMBER = re.compile(r"\d+")
 
 
-def alike_nodes(graph: Graph, forms: Sequence[int], nodes: Sequence[Node], hub_node: Mapping[int, int]) -> np.ndarray:
+def tied_nodes(graph: Graph, forms: Sequence[int], nodes: Sequence[Node], hub_node: Mapping[int, int]) -> np.ndarray:
     """Returns `[V]` numbers of the nodes of a space, equal for nodes at the same place of equal layers.
 
     Nodes of equal numbers have the same strategies.
@@ -31,7 +31,7 @@ def alike_nodes(graph: Graph, forms: Sequence[int], nodes: Sequence[Node], hub_n
       nodes: of the space: the vertices, then the hubs.
       hub_node: the index of the node of a value's hub, by the value's id.
     """
-    group = alike_vertices(graph, forms)
+    group = tied_vertices(graph, forms)
     node_group = np.arange(len(nodes))
     node_group[: len(group)] = group
     first_hub: dict[tuple[int, int], int] = {}
@@ -46,7 +46,7 @@ def alike_nodes(graph: Graph, forms: Sequence[int], nodes: Sequence[Node], hub_n
     return np.unique(np.stack([node_group, strategies]), axis=1, return_inverse=True)[1].ravel()
 
 
-def alike_vertices(graph: Graph, forms: Sequence[int]) -> np.ndarray:
+def tied_vertices(graph: Graph, forms: Sequence[int]) -> np.ndarray:
     """Returns for each vertex the index of the first one that is at the same place of an equal layer, `[vertices]`."""
     names: dict[Hashable, int] = {}
     symbols = np.array([names.setdefault(_named(v, forms[v.index]), len(names)) for v in graph.vertices], np.int64)
@@ -121,7 +121,7 @@ def _true_runs(flags: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def _join_arguments(graph: Graph, symbols: np.ndarray, group: np.ndarray) -> None:
-    """Gives arguments of equal symbols that alike vertices read as the same operand one group; changes `group`."""
+    """Gives arguments of equal symbols that tied vertices read as the same operand one group; changes `group`."""
     first: dict[tuple[int, int, int], int] = {}
     for vertex in graph.vertices:
         for i, operand in enumerate(vertex.operands):
@@ -134,7 +134,7 @@ def _join_arguments(graph: Graph, symbols: np.ndarray, group: np.ndarray) -> Non
 
 
 def _named(vertex: Vertex, form: int) -> Hashable:
-    """Returns what alike vertices have in common: what they compute, and the names around them."""
+    """Returns what equal vertices have in common: what they compute, and the names around them."""
     return form, _unnumbered(vertex.scope), _unnumbered(vertex.name)
 
 

@@ -64,7 +64,7 @@ from search_spaces.sharding.memory import Lifetimes, Usages, lifetimes_of, memor
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.nodes import nodes_of, with_formats
 from search_spaces.sharding.program_steps import ProgramSteps, program_steps
-from search_spaces.sharding.repetition import alike_nodes, forms_of
+from search_spaces.sharding.repetition import forms_of, tied_nodes
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
 from search_spaces.sharding.schedule import ProgramSchedule
 from search_spaces.sharding.scheduling import held_positions, make_schedule
@@ -81,7 +81,7 @@ from search_spaces.sharding.whole_work import notes_of
 _ON_PRICES = frozenset({"node_costs", "problem", "quantities", "preference_problem", "step_problem", "least_compute_s"})
 """What of a space depends on the seconds of its nodes."""
 _ON_NODES = frozenset(
-    {"formats_of", "shared_formats", "nodes", "_strategy_numbers", "alike", "usages", "_transfer_matrices"}
+    {"formats_of", "shared_formats", "nodes", "_strategy_numbers", "tied", "usages", "_transfer_matrices"}
 )
 """What of a space depends on the strategies of its nodes."""
 _ON_MEMORY = frozenset({"kernels", "lifetimes", "usages", "residuals"})
@@ -291,9 +291,9 @@ class ShardingSpace:
         return Residuals(self.graph, self.lifetimes, self.hub_node.keys())
 
     @cached_property
-    def alike(self) -> np.ndarray:
+    def tied(self) -> np.ndarray:
         """`[V]` numbers of the nodes, equal for those at the same place of equal layers."""
-        return alike_nodes(self.graph, self.forms, self.nodes, self.hub_node)
+        return tied_nodes(self.graph, self.forms, self.nodes, self.hub_node)
 
     @cached_property
     def reshard_costs(self) -> ReshardCosts:

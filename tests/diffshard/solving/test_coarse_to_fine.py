@@ -19,7 +19,7 @@ MOST_CHOICES = 30_000  # that brute force looks at
 
 
 def repeated(seed: int, copies: int, binding: float | None, **features) -> tuple[Problem, np.ndarray]:
-    """Copies of a small problem in a chain, each live a while later, and which nodes are alike.
+    """Copies of a small problem in a chain, each live a while later, and which nodes are tied.
 
     `binding` is where the memory limit lies between the least and the largest peak; None is no limit.
     """
@@ -50,17 +50,17 @@ def repeated(seed: int, copies: int, binding: float | None, **features) -> tuple
 
 def small_repeated(binding: float | None, **features) -> Iterator[tuple[Problem, np.ndarray]]:
     for seed in range(40):
-        problem, alike = repeated(seed, 2 + seed % 2, binding, **features)
+        problem, tied = repeated(seed, 2 + seed % 2, binding, **features)
         if math.prod(num_strategies(problem).tolist()) <= MOST_CHOICES:
-            yield problem, alike
+            yield problem, tied
 
 
 @pytest.mark.parametrize("features", [{}, {"forbidden": 0.1}, {"devices": 2}])
 @pytest.mark.parametrize("binding", [None, 0.0, 0.3, 0.8])
 def test_the_choice_is_nearly_optimal_and_the_bound_holds(binding, features):
     count = 0
-    for problem, alike in small_repeated(binding, **features):
-        best, found = optimum(problem), solve(problem, alike=alike)
+    for problem, tied in small_repeated(binding, **features):
+        best, found = optimum(problem), solve(problem, tied=tied)
         assert found.feasible == (best < math.inf)
         if found.feasible:
             count += 1
@@ -72,8 +72,8 @@ def test_the_choice_is_nearly_optimal_and_the_bound_holds(binding, features):
 
 @pytest.mark.parametrize("binding", [None, 0.3])
 def test_bounds_of_a_solver_that_is_not_exact_hold(binding):
-    for problem, alike in small_repeated(binding):
-        best, found = optimum(problem), solve(problem, alike=alike, solver="greedy", reduce=identity)
+    for problem, tied in small_repeated(binding):
+        best, found = optimum(problem), solve(problem, tied=tied, solver="greedy", reduce=identity)
         if best < math.inf:
             assert found.lower_bound <= best * (1 + 1e-9)
             assert found.cost >= best or not found.feasible
@@ -82,12 +82,12 @@ def test_bounds_of_a_solver_that_is_not_exact_hold(binding):
 def test_ties_are_kept_where_they_cost_little_and_dropped_where_they_cost_more():
     cost, prefer = np.array([1.0, 1.0]), np.array([[0.0, 5.0], [5.0, 0.0]])
     chain = Problem([cost] * 6, np.array([(v, v + 1) for v in range(5)]), [prefer] * 5)
-    alike = np.zeros(6, int)
-    for push, tied in ((1e-5, True), (1.0, False)):  # the ends would rather differ, by a little or by a lot
+    tied = np.zeros(6, int)
+    for push, is_equal in ((1e-5, True), (1.0, False)):  # the ends would rather differ, by a little or by a lot
         ends = [np.array([0.0, 5 + push]), cost, cost, cost, cost, np.array([5 + push, 0.0])]
         pushed = chain._replace(node_cost=ends)
-        found = solve(pushed, alike=alike)
-        assert (len(set(found.choice)) == 1) == tied
+        found = solve(pushed, tied=tied)
+        assert (len(set(found.choice)) == 1) == is_equal
         assert found.cost <= optimum(pushed) * (1 + TIE_GAP)
 
 
@@ -133,19 +133,19 @@ def test_all_times_are_limited_in_the_end():
 
 
 def test_a_limit_that_does_not_bind_changes_nothing():
-    free, alike = repeated(4, 3, None)
+    free, tied = repeated(4, 3, None)
     loose = free._replace(
         usage_node=np.array([0]), usage=[np.ones(len(free.node_cost[0]))], usage_interval=np.array([[0, 9]]),
         memory_limit=1.0,
     )  # fmt: skip
-    one, other = solve(free, alike=alike), solve(loose, alike=alike)
+    one, other = solve(free, tied=tied), solve(loose, tied=tied)
     assert one.choice == other.choice
     assert one.lower_bound == other.lower_bound
 
 
 def test_many_layers_with_a_binding_limit_are_solved_as_well_as_without_ties():
-    problem, alike = repeated(12, 12, 0.4)
-    found, plain = (solve(problem, alike=a, time_limit_s=3) for a in (alike, None))
+    problem, tied = repeated(12, 12, 0.4)
+    found, plain = (solve(problem, tied=a, time_limit_s=3) for a in (tied, None))
     assert found.feasible
     assert found.cost <= plain.cost * 1.01
     assert found.lower_bound <= plain.cost
@@ -153,19 +153,19 @@ def test_many_layers_with_a_binding_limit_are_solved_as_well_as_without_ties():
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_however_short_the_time_is_there_is_a_good_choice(is_tied):
-    problem, alike = repeated(12, 12, None)
-    hurried, patient = (solve(problem, alike=alike if is_tied else None, time_limit_s=t) for t in (1e-9, None))
+    problem, tied = repeated(12, 12, None)
+    hurried, patient = (solve(problem, tied=tied if is_tied else None, time_limit_s=t) for t in (1e-9, None))
     cheapest = [int(np.argmin(cost)) for cost in problem.node_cost]
     assert hurried.status in ("optimal", "time limit")
     assert hurried.cost <= patient.cost * 1.1 < evaluate(problem, cheapest).cost
 
 
-def test_alike_nodes_must_have_equally_many_strategies():
+def test_tied_nodes_must_have_equally_many_strategies():
     problem = Problem([np.zeros(2), np.zeros(3)], np.zeros((0, 2), int), [])
-    with pytest.raises(ValueError, match=r"`alike` ties nodes 0 and 1, which have 2 and 3 strategies"):
-        solve(problem, alike=np.zeros(2, int))
-    with pytest.raises(ValueError, match=r"`alike` must have one number for each of the 2 nodes, got shape \(3,\)"):
-        solve(problem, alike=np.zeros(3, int))
+    with pytest.raises(ValueError, match=r"`tied` ties nodes 0 and 1, which have 2 and 3 strategies"):
+        solve(problem, tied=np.zeros(2, int))
+    with pytest.raises(ValueError, match=r"`tied` must have one number for each of the 2 nodes, got shape \(3,\)"):
+        solve(problem, tied=np.zeros(3, int))
 
 
 def test_ctrl_c_in_the_tied_problem_stops_the_whole_search():
@@ -176,8 +176,8 @@ def test_ctrl_c_in_the_tied_problem_stops_the_whole_search():
         raise KeyboardInterrupt
         yield Proposal()
 
-    problem, alike = repeated(4, 3, None)
-    assert solve(problem, alike=alike, solver=pressed, reduce=identity).status == "interrupted"
+    problem, tied = repeated(4, 3, None)
+    assert solve(problem, tied=tied, solver=pressed, reduce=identity).status == "interrupted"
     assert len(calls) == 1
 
 
@@ -191,7 +191,7 @@ def test_ties_are_loosened_where_neighbours_differ_once_the_bound_no_longer_rise
         for _ in range(3):
             yield Proposal(np.zeros(len(problem.node_cost), int), 0.0)
 
-    solve(chain, alike=np.zeros(8, int), solver=stuck, reduce=identity, time_limit_s=100.0)
+    solve(chain, tied=np.zeros(8, int), solver=stuck, reduce=identity, time_limit_s=100.0)
     # All nodes as one; the whole chain; both ends, the nodes beside them, and the four between. Each tied problem has
     # a fifth of the time.
     assert [size for size, _ in calls] == [1, 8, 3]
@@ -199,8 +199,8 @@ def test_ties_are_loosened_where_neighbours_differ_once_the_bound_no_longer_rise
 
 
 def test_a_tied_choice_is_found_though_the_whole_problem_is_never_reached():
-    problem, alike = repeated(4, 3, None)
-    tied = merge_classes(problem, alike)
+    problem, tied = repeated(4, 3, None)
+    quotient = merge_classes(problem, tied)
     calls: list[int] = []
 
     def only_tied(problem: Problem, *, time_limit_s, key) -> Iterator[Proposal]:
@@ -209,18 +209,18 @@ def test_a_tied_choice_is_found_though_the_whole_problem_is_never_reached():
         if len(calls) > 1:
             raise KeyboardInterrupt
 
-    found = solve(problem, alike=alike, solver=only_tied, reduce=identity)
-    assert calls == [len(tied.node_cost), len(problem.node_cost)]
-    assert found.cost <= evaluate(problem, np.zeros(len(alike), int)).cost
+    found = solve(problem, tied=tied, solver=only_tied, reduce=identity)
+    assert calls == [len(quotient.node_cost), len(problem.node_cost)]
+    assert found.cost <= evaluate(problem, np.zeros(len(tied), int)).cost
 
 
 @pytest.mark.parametrize("binding", [None, 0.3])
 def test_a_start_never_makes_the_choice_worse(binding):
     rng = np.random.default_rng(0)
-    for problem, alike in small_repeated(binding):
+    for problem, tied in small_repeated(binding):
         best = optimum(problem)
         for start in (rng.integers(num_strategies(problem)), np.zeros(len(problem.node_cost), int)):
-            for found in (solve(problem, alike=alike, start=start), solve(problem, start=start)):
+            for found in (solve(problem, tied=tied, start=start), solve(problem, start=start)):
                 assert found.feasible == (best < math.inf)
                 if found.feasible:
                     assert best <= found.cost <= best + TIE_GAP * abs(best)
@@ -228,22 +228,22 @@ def test_a_start_never_makes_the_choice_worse(binding):
 
 
 def test_a_start_that_is_good_enough_is_the_answer_as_soon_as_the_bound_says_so():
-    problem, alike = repeated(4, 3, None)
-    first = solve(problem, alike=alike)
+    problem, tied = repeated(4, 3, None)
+    first = solve(problem, tied=tied)
     num_solved = []
 
     def bounding(problem: Problem, **kwargs) -> Iterator[Proposal]:
         num_solved.append(len(problem.node_cost))
         yield Proposal(lower_bound=first.lower_bound)
 
-    again = solve(problem, alike=alike, solver=bounding, reduce=identity, start=first.choice)
+    again = solve(problem, tied=tied, solver=bounding, reduce=identity, start=first.choice)
     assert (again.choice, again.cost) == (first.choice, first.cost)
     assert num_solved == [len(problem.node_cost)]  # the tied problem was not needed
 
 
 def test_a_start_that_is_no_choice_is_refused():
-    problem, alike = repeated(4, 3, None)
+    problem, tied = repeated(4, 3, None)
     for wrong in ([0], [99] * len(problem.node_cost)):
-        for ties in (alike, None):
+        for ties in (tied, None):
             with pytest.raises(ValueError, match="choice"):
-                solve(problem, alike=ties, start=wrong)
+                solve(problem, tied=ties, start=wrong)

@@ -180,11 +180,11 @@ def test_what_is_no_problem_is_named():
         solve("problem")  # pyright: ignore[reportArgumentType]
 
 
-def test_a_start_and_alike_nodes_carry_over():
+def test_a_start_and_tied_nodes_carry_over():
     problem = formed_problem(0)
     least = min(choices(problem), key=lambda choice: formula(problem, choice))
     assert np.isfinite(formula(problem, least))
-    found = solve(problem, start=least, alike=np.arange(len(problem.node_cost)))
+    found = solve(problem, start=least, tied=np.arange(len(problem.node_cost)))
     assert found.cost == formula(problem, least)
 
 

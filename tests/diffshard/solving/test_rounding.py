@@ -59,7 +59,7 @@ def test_bounds_of_whole_numbers_stay_and_others_are_lowered():
 
 
 @pytest.mark.parametrize("solver", ["exhaustive", "exact", "gradient", "dynamic_programming", "greedy"])
-@pytest.mark.parametrize("options", [{}, {"reduce": identity}, {"alike": np.zeros(3, int)}])
+@pytest.mark.parametrize("options", [{}, {"reduce": identity}, {"tied": np.zeros(3, int)}])
 def test_sums_above_what_is_forbidden_are_costs(solver, options):
     problem = nodes([9 * 10**17, FORBIDDEN], [8 * 10**17, FORBIDDEN], [7 * 10**17, 9 * 10**17])
     solution = solve(problem, solver=solver, **options)

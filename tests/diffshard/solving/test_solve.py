@@ -107,12 +107,12 @@ def test_a_closed_gap_stops_the_solver():
     assert (solution.status, solution.gap) == ("optimal", 0.0)
 
 
-@pytest.mark.parametrize("alike", [None, np.arange(2)])
-def test_a_gap_that_is_small_enough_stops_the_solver(alike):
+@pytest.mark.parametrize("tied", [None, np.arange(2)])
+def test_a_gap_that_is_small_enough_stops_the_solver(tied):
     def slow(problem: Problem, *, time_limit_s, key) -> Iterator[Proposal]:
         yield from (Proposal(np.array([0, 1]), bound) for bound in (3.0, 3.7, 3.8, 3.9, 4.0))
 
-    solution = solve(TWO, solver=slow, reduce=identity, stop_gap=0.1, alike=alike)
+    solution = solve(TWO, solver=slow, reduce=identity, stop_gap=0.1, tied=tied)
     assert (solution.cost, solution.lower_bound) == (4.0, 3.7)
 
 

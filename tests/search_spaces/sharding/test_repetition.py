@@ -65,12 +65,12 @@ def _training(num_layers: int, checkpoint: bool, width: int = 8) -> ShardingSpac
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
-def test_the_arguments_of_all_layers_are_alike(checkpoint):
+def test_the_arguments_of_all_layers_are_tied(checkpoint):
     space = _training(5, checkpoint)
-    alike = space.alike
+    tied = space.tied
     per_layer = 4
     of_layers = np.concatenate([[0], np.ones(5 * per_layer), [0]]).astype(bool)
-    inputs = [alike[v.index] for v in space.graph.inputs]
+    inputs = [tied[v.index] for v in space.graph.inputs]
     params = np.array(inputs[:22])
     layers = params[of_layers].reshape(5, per_layer)
     assert (layers == layers[0]).all()
@@ -82,12 +82,12 @@ def test_the_arguments_of_all_layers_are_alike(checkpoint):
         assert (own == own[0]).all()
 
 
-def test_alike_nodes_have_the_same_strategies():
+def test_tied_nodes_have_the_same_strategies():
     space = _training(4, False)
-    for number in np.unique(space.alike):
-        members = np.flatnonzero(space.alike == number)
+    for number in np.unique(space.tied):
+        members = np.flatnonzero(space.tied == number)
         assert len({space.nodes[v].strategies for v in members}) == 1
-    assert len(np.unique(space.alike)) < 0.6 * len(space.nodes)
+    assert len(np.unique(space.tied)) < 0.6 * len(space.nodes)
 
 
 def test_what_is_built_once_for_equal_layers_is_what_each_needs():
@@ -102,14 +102,14 @@ def test_what_is_built_once_for_equal_layers_is_what_each_needs():
 
 def test_more_layers_make_no_more_kinds():
     few, many = _training(4, True), _training(9, True)
-    assert len(np.unique(few.alike)) == len(np.unique(many.alike))
+    assert len(np.unique(few.tied)) == len(np.unique(many.tied))
 
 
 def test_what_does_not_repeat_is_tied_to_nothing():
     space = space_of(mlp_step, *mlp_arguments())
-    inputs = [space.alike[v.index] for v in space.graph.inputs]
+    inputs = [space.tied[v.index] for v in space.graph.inputs]
     assert len(set(inputs[:4])) == 4
-    assert len(space.alike) == len(space.nodes)
+    assert len(space.tied) == len(space.nodes)
 
 
 def _layers(layer, num_layers, *args, scopes=(), given=None):
@@ -125,17 +125,17 @@ def _layers(layer, num_layers, *args, scopes=(), given=None):
 
 
 def _argument_groups(space, per_layer):
-    inputs = [space.alike[v.index] for v in space.graph.inputs]
+    inputs = [space.tied[v.index] for v in space.graph.inputs]
     return np.array(inputs[:-1]).reshape(-1, per_layer)
 
 
-def test_arguments_at_different_operands_of_one_operation_are_not_alike():
+def test_arguments_at_different_operands_of_one_operation_are_not_tied():
     groups = _argument_groups(_layers(lambda x, a, b: jnp.sin(jnp.tanh(a * b) @ x) + 1, 5, *[array(8, 8)] * 2), 2)
     assert (groups == groups[0]).all()
     assert groups[0, 0] != groups[0, 1]
 
 
-def test_layers_with_other_names_or_given_shardings_are_not_alike():
+def test_layers_with_other_names_or_given_shardings_are_not_tied():
     def layer(x, w):
         return jnp.sin(jnp.tanh(x @ w)) + 1
 
@@ -152,7 +152,7 @@ def test_layers_with_other_names_or_given_shardings_are_not_alike():
     assert (groups == groups[0]).tolist() == [True, True, False, True, True, True]
 
 
-def test_hubs_of_different_results_are_not_alike():
+def test_hubs_of_different_results_are_not_tied():
     def layer(x, w):
         first, second = jnp.split(x @ w, 2, axis=1)
         return jnp.concatenate([jnp.sin(first) + first, jnp.cos(second) * second], axis=1)
@@ -162,7 +162,7 @@ def test_hubs_of_different_results_are_not_alike():
     for value_id, node in space.hub_node.items():
         value = space.graph.values[value_id]
         if space.graph.vertices[value.vertex].primitive == "split":
-            hubs.setdefault(value.result, []).append(int(space.alike[node]))
+            hubs.setdefault(value.result, []).append(int(space.tied[node]))
     assert [len(set(numbers)) for numbers in hubs.values()] == [1, 1]
     assert hubs[0][0] != hubs[1][0]
 
