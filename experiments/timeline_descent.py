@@ -94,7 +94,7 @@ class IdealTimeline:
         self.place = place[vertex]
         self.node_after = np.where(is_stored[vertex], 0, self.place + 1)
         self.node_by = np.full(len(vertex), self.num_places)
-        is_hub = [node.hub is not None for node in space.nodes]
+        is_shared = [node.shared_value is not None for node in space.nodes]
         ends_of = {(edge.node, edge.reader): edge for edge in space.edges if edge.node != edge.reader}
         for node, reader in ends_of:
             if self.place[reader] > self.place[node]:
@@ -102,8 +102,8 @@ class IdealTimeline:
         self.edge_after, self.edge_by = (np.zeros(len(space.problem.edge_nodes), int) for _ in range(2))
         for k, (u, v) in enumerate(np.asarray(space.problem.edge_nodes).reshape(-1, 2).tolist()):
             node, reader = (u, v) if (u, v) in ends_of else (v, u)
-            goes_back = space.nodes[reader].vertex.kind == "input" and not is_hub[reader]  # to the next step
-            by = self.node_by[reader] if is_hub[reader] else self.place[reader]
+            goes_back = space.nodes[reader].vertex.kind == "input" and not is_shared[reader]  # to the next step
+            by = self.node_by[reader] if is_shared[reader] else self.place[reader]
             self.edge_after[k] = self.node_after[node]
             self.edge_by[k] = max(self.num_places if goes_back else by, self.edge_after[k])
         self.node_by = np.maximum(self.node_by, self.node_after)

@@ -108,7 +108,7 @@ def layer_seconds(
             continue
         if function.is_each(node.vertex):
             members.setdefault(part, []).append(n)
-        elif node.hub is None:
+        elif node.shared_value is None:
             end_s[part.layer] += float(np.min(costs.node_s(node)))
     kept = [e for e in space.edges if e.node != e.reader and _is_inside(space, parts, e.node, e.reader, e.value)]
     matrices = transfer_matrices(kept, space.nodes, space.reshard_costs, shares)
@@ -172,7 +172,7 @@ def _is_inside(space: ShardingSpace, parts: Sequence[LayerPart | None], node: in
         return False
     if space.graph.vertices[value.vertex].kind == "stack":  # it has one more trip for each further layer
         return False
-    return space.nodes[reader].vertex.kind != "slice" or space.nodes[reader].hub is not None
+    return space.nodes[reader].vertex.kind != "slice" or space.nodes[reader].shared_value is not None
 
 
 def _pairs(edges: Any) -> np.ndarray:

@@ -211,14 +211,14 @@ def start_of(plan: PlanData, space: ShardingSpace) -> Start | None:
     sizes = dict(zip(space.axis_names, space.axis_sizes, strict=True))
     wanted = [_wanted(operation, space.axis_names) for operation in plan.operations]
     for node in space.nodes[len(vertices) :]:
-        assert node.hub is not None
-        operation = plan.operations[node.hub.vertex]
-        spec = _known_axes(operation.value_specs[node.hub.result], space.axis_names)
+        assert node.shared_value is not None
+        operation = plan.operations[node.shared_value.vertex]
+        spec = _known_axes(operation.value_specs[node.shared_value.result], space.axis_names)
         wanted.append(_Wanted((), (), (spec,)))
     choice, is_exact = [], tuple(plan.mesh_axes.items()) == tuple(sizes.items())
     nearest: dict[tuple[int, _Wanted, bool], tuple[int, bool]] = {}
     for node, specs, costs in zip(space.nodes, wanted, space.problem.node_cost, strict=True):
-        key = id(node.strategies), specs, node.hub is not None
+        key = id(node.strategies), specs, node.shared_value is not None
         if key not in nearest:
             nearest[key] = _nearest(node.strategies, specs, np.asarray(costs))
         index, is_same = nearest[key]
@@ -280,7 +280,7 @@ def _nearest(strategies: Sequence[ShardingStrategy], wanted: _Wanted, costs: np.
 
 
 def _distance(strategy: ShardingStrategy, wanted: _Wanted) -> int:
-    """Returns how many axes of how many dimensions differ; a hub has only results to compare."""
+    """Returns how many axes of how many dimensions differ; a shared reshard has only results to compare."""
     pairs = [*zip(strategy.results, wanted.results, strict=False)]
     if wanted.operands or wanted.unreduced:
         pairs += [*zip(strategy.operands, wanted.operands, strict=False)]

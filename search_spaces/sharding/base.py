@@ -3,8 +3,8 @@
 Everything here is data. `graph.py` has the vocabulary of a traced function, and `tracing.py` makes its `Graph`;
 `shardy.py` makes `Rule`s, `nodes.py` makes `Node`s, and `space.py` turns a choice into a `Layout`.
 
-Letters for sizes: A mesh axes, F factors of a rule, V nodes (the vertices of the graph, then the hubs), S_v strategies
-of node v.
+Letters for sizes: A mesh axes, F factors of a rule, V nodes (the vertices of the graph, then the shared reshards), S_v
+strategies of node v.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -112,11 +112,11 @@ class ShardingStrategy(NamedTuple):
         gathered for its readers, the gathers.
       unreduced: the specs of the results before those collectives.
       format: the name of the format to which the operands of a product are rounded before they are multiplied; "" for
-        a product that runs as it was traced, and for every other operation. Of a hub that to which its value is rounded
-        once, for all products that read it so where it is.
+        a product that runs as it was traced, and for every other operation. Of a shared reshard that to which its value
+        is rounded once, for all products that read it so where it is.
       sent_in: the format of the codes in which partial sums are sent, a key of `codes.FORMATS`; "" for no codes.
       kept_in: the format of the codes as which the result is kept for the backward pass; "" for no codes. In the
-        problem it is chosen by the hub of the value.
+        problem it is chosen by the shared reshard of the value.
       on_host: whether an array of the state is in the host's memory between its updates (`host_state.py`).
     """
 
@@ -151,23 +151,23 @@ FormatKey = tuple[int, str] | Coded
 
 
 class Node(NamedTuple):
-    """A node of the problem: a vertex of the graph, or the hub of a value that several operations read.
+    """A node of the problem: a vertex of the graph, or the shared reshard of a value that several operations read.
 
     Attributes:
-      vertex: the vertex; for a hub the one that makes the value.
-      hub: the value, or None.
+      vertex: the vertex; for a shared reshard the one that makes the value.
+      shared_value: the value whose reshard is shared, or None.
       strategies: `[S_v]` what can be chosen.
     """
 
     vertex: Vertex
-    hub: Value | None
+    shared_value: Value | None
     strategies: tuple[ShardingStrategy, ...]
 
 
 class Edge(NamedTuple):
     """A value on its way from the node that makes it to one that reads it.
 
-    The reader of a value with a hub is the hub (operand 0), from which its own readers follow.
+    The reader of a value with a shared reshard is this reshard (operand 0), from which its own readers follow.
 
     Attributes:
       node, result: the producing node and which of its results the value is.

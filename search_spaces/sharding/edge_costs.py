@@ -29,11 +29,11 @@ def readers_of(graph: Graph) -> list[list[tuple[Vertex, int]]]:
     return readers
 
 
-def edges_of(graph: Graph, hub_node: Mapping[int, int]) -> list[Edge]:
+def edges_of(graph: Graph, shared_reshards: Mapping[int, int]) -> list[Edge]:
     """Returns every way of a value from one node to another, or to itself.
 
     Args:
-      hub_node: the index of the node of a value's hub, by the value's id.
+      shared_reshards: the index of the node of a value's shared reshard, by the value's id.
     """
     readers = readers_of(graph)
     edges = []
@@ -41,10 +41,10 @@ def edges_of(graph: Graph, hub_node: Mapping[int, int]) -> list[Edge]:
         if not value.shape:
             continue
         node, result = value.vertex, value.result
-        hub = hub_node.get(value.id)
-        if hub is not None:
-            edges.append(Edge(node, result, hub, 0, value, graph.vertices[value.vertex].weight))
-            node, result = hub, 0
+        shared = shared_reshards.get(value.id)
+        if shared is not None:
+            edges.append(Edge(node, result, shared, 0, value, graph.vertices[value.vertex].weight))
+            node, result = shared, 0
         for reader, i in readers[value.id]:
             weight = reader.operand_weight[i] if reader.operands else 1.0
             weight *= _ON_HOST if value.is_on_host else 1.0
@@ -74,7 +74,7 @@ def transfer_matrices(
 def edge_key(edge: Edge, nodes: Sequence[Node], shares: CollectiveShares) -> Hashable:
     """Returns what the seconds of an edge depend on, on one mesh."""
     node, reader = nodes[edge.node], nodes[edge.reader]
-    is_stored = reader.hub is None and reader.vertex.kind == "input"
+    is_stored = reader.shared_value is None and reader.vertex.kind == "input"
     ends = id(node.strategies), edge.result, id(reader.strategies), edge.operand, is_stored
     itemsize = 0 if edge.value.dtype is None else edge.value.dtype.itemsize
     weights = edge.weight, reader.vertex.weight
@@ -84,14 +84,14 @@ def edge_key(edge: Edge, nodes: Sequence[Node], shares: CollectiveShares) -> Has
 Nodes = Sequence[Node] | Mapping[int, Node]
 """All nodes, or those at both ends of an edge, by their index."""
 FormattedRead = tuple[IndexedSpec, str, IndexedSpec, str]
-"""The spec in which a value is made and the format to which its hub rounds it; the spec and the format in which it is
-read by a product."""
+"""The spec in which a value is made and the format to which its shared reshard rounds it; the spec and the format in
+which it is read by a product."""
 
 
 def shared_formats(
     graph: Graph, edges: Sequence[Edge], formats_of: Mapping[int, Sequence[str]]
 ) -> dict[int, tuple[str, ...]]:
-    """Returns the formats to which hubs can round their values for several products, by the index of their node.
+    """Returns the formats to which shared reshards can round values for several products, by the index of their node.
 
     These have one scale for a tensor, and the products read the same numbers of it as often as it is made.
     """
@@ -110,16 +110,18 @@ def shared_formats(
 
 
 def made_specs(edge: Edge, nodes: Nodes) -> list[tuple[IndexedSpec, str]]:
-    """Returns the spec in which each strategy of a node makes a value, and the format to which a hub rounds it."""
+    """Returns the spec in which each strategy of a node makes a value, and the format to which it rounds the value."""
     node = nodes[edge.node]
-    return [(s.results[edge.result], "" if node.hub is None else s.format) for s in node.strategies]
+    return [(s.results[edge.result], "" if node.shared_value is None else s.format) for s in node.strategies]
 
 
 def messages_of(edge: Edge, nodes: Nodes, path: Paths) -> dict[FormattedRead, Message]:
     """Returns how a value reaches a product in a format, for all that both ends may choose; nothing for others."""
     reader = nodes[edge.reader]
     formatted = [(s, strategy.format) for s, strategy in enumerate(reader.strategies) if strategy.format]
-    targets = dict.fromkeys((read_spec(reader, edge.operand, s), f) for s, f in formatted if reader.hub is None)
+    targets = dict.fromkeys(
+        (read_spec(reader, edge.operand, s), f) for s, f in formatted if reader.shared_value is None
+    )
     sources = dict.fromkeys(made_specs(edge, nodes)) if targets else ()
     read_by = reader.vertex, edge.operand
     return {
@@ -175,6 +177,6 @@ def edge_transfer_s(edge: Edge, nodes: Nodes, reshard_costs: ReshardCosts, share
 def read_spec(node: Node, operand: int, strategy: int) -> IndexedSpec:
     """Returns the spec in which a node's strategy reads an operand; a result replaces an argument as that is stored."""
     chosen_strategy = node.strategies[strategy]
-    if node.hub is None and node.vertex.kind == "input":
+    if node.shared_value is None and node.vertex.kind == "input":
         return chosen_strategy.unreduced[0]
     return chosen_strategy.operands[operand]

@@ -47,23 +47,23 @@ def make_layout(
     return Layout(tuple(strategies), tuple(value_specs), tuple(inputs), tuple(outputs))
 
 
-def chosen_layout(graph: Graph, strategies: list[ShardingStrategy], hub_node: Mapping[int, int]) -> Layout:
-    """Returns the layout of a strategy for each node, where values with a hub are read and kept as the hub says.
+def chosen_layout(graph: Graph, strategies: list[ShardingStrategy], shared_reshards: Mapping[int, int]) -> Layout:
+    """Returns the layout of a strategy for each node, where values with a shared reshard are read and kept as it says.
 
     Args:
-      strategies: of the vertices, then of the hubs.
-      hub_node: the index of the node of a value's hub, by the value's id.
+      strategies: of the vertices, then of the shared reshards.
+      shared_reshards: the index of the node of a value's shared reshard, by the value's id.
     """
     value_specs = []
     for value in graph.values:
-        hub = hub_node.get(value.id)
+        shared = shared_reshards.get(value.id)
         made_spec = strategies[value.vertex].results[value.result]
-        value_specs.append(made_spec if hub is None else strategies[hub].results[0])
+        value_specs.append(made_spec if shared is None else strategies[shared].results[0])
     chosen = list(strategies[: len(graph.vertices)])
-    for value_id, hub in hub_node.items():
-        if strategies[hub].kept_in:
+    for value_id, shared in shared_reshards.items():
+        if strategies[shared].kept_in:
             vertex = graph.values[value_id].vertex
-            chosen[vertex] = chosen[vertex]._replace(kept_in=strategies[hub].kept_in)
+            chosen[vertex] = chosen[vertex]._replace(kept_in=strategies[shared].kept_in)
     return make_layout(graph, chosen, value_specs)
 
 

@@ -32,7 +32,7 @@ class Transfer(NamedTuple):
       seconds: that the step waits for all of them.
       link_s: that all of them keep their link busy.
       vertex: the index of the vertex that it belongs to.
-      node: the index of the node that pays for it: the vertex's own, or a hub's.
+      node: the index of the node that pays for it: the vertex's own, or a shared reshard's.
       made_by: the index of the vertex that makes the array it moves.
       read_by: the index of the vertex that reads the result, the first of several; None where nothing does.
     """
@@ -131,7 +131,7 @@ def predict(
 def _message(edge: Edge, nodes: Sequence[Node], costs: NodeCosts, choice: Sequence[int]) -> tuple[Message, str]:
     """Returns how a value reaches its reader in a choice, and in which format if that is a product."""
     reader, (source, shared) = nodes[edge.reader], made_specs(edge, nodes)[choice[edge.node]]
-    name = reader.strategies[choice[edge.reader]].format if reader.hub is None else ""
+    name = reader.strategies[choice[edge.reader]].format if reader.shared_value is None else ""
     target = read_spec(reader, edge.operand, choice[edge.reader])
     read_by = reader.vertex, edge.operand, name, name == shared
     return message_of(costs.reshard_costs.path, edge.value, source, target, *read_by), name
@@ -190,15 +190,17 @@ def _transfers(
             transfers.append(Transfer(kind, axis_names[axis], num_bytes, count * vertex.weight, *seconds, *places))
     for i, node in enumerate(nodes):
         for axis, seconds in costs.shared_maxima_s(node, node.strategies[choice[i]]):
-            assert node.hub is not None
+            assert node.shared_value is not None
             sent = "all_reduce", axis_names[axis], MAXIMUM_BYTES, node.vertex.weight, seconds, seconds
-            transfers.append(Transfer(*sent, node.vertex.index, i, node.hub.vertex, first_reader[node.hub.id]))
+            transfers.append(
+                Transfer(*sent, node.vertex.index, i, node.shared_value.vertex, first_reader[node.shared_value.id])
+            )
     for edge, message in zip(edges, messages, strict=True):
         if edge.node != edge.reader:
             source = nodes[edge.node].strategies[choice[edge.node]].results[edge.result]
             target = read_spec(nodes[edge.reader], edge.operand, choice[edge.reader])
-            vertex, hub = nodes[edge.reader].vertex.index, nodes[edge.reader].hub
-            reader = vertex if hub is None else None
+            vertex, shared = nodes[edge.reader].vertex.index, nodes[edge.reader].shared_value
+            reader = vertex if shared is None else None
             for axis in message.maxima:
                 link_s = edge.weight * reshard_costs.maximum_s(axis, message.maxima_bytes)
                 waited_s = (costs.shares.exposed(edge.value) if message.is_coded else 1.0) * link_s
@@ -231,7 +233,7 @@ def parts_of_prediction(
 
 
 def next_bests(
-    problem: Problem, graph: Graph, nodes: Sequence[Node], hub_node: Mapping[int, int], choice: Sequence[int]
+    problem: Problem, graph: Graph, nodes: Sequence[Node], shared_reshards: Mapping[int, int], choice: Sequence[int]
 ) -> NextBests:
     """Returns, for a choice, the next best spec of each vertex's first result and of each input as it is stored."""
     added_s = change_costs(problem, choice)
@@ -240,7 +242,7 @@ def next_bests(
         if not vertex.results:
             vertices.append(NextBest(None, 0.0))
             continue
-        v = hub_node.get(vertex.results[0].id, vertex.index)
+        v = shared_reshards.get(vertex.results[0].id, vertex.index)
         vertices.append(_next_best([s.results[0] for s in nodes[v].strategies], choice[v], added_s[v]))
     inputs = [
         _next_best([s.unreduced[0] for s in nodes[v].strategies], choice[v], added_s[v])
@@ -258,16 +260,16 @@ def _next_best(specs: Sequence[IndexedSpec], strategy: int, added_s: np.ndarray)
 
 
 def node_name(node: Node) -> str:
-    """Returns a short name: an operation's modules and primitive, an argument's path, or whose readers a hub serves."""
+    """Returns a short name: an operation's modules and primitive, a path, or the readers of a shared reshard."""
     vertex = node.vertex
     last = vertex.name or vertex.primitive
     if not last:
         region = "" if vertex.equation is None else f"{vertex.equation.primitive.name} "
         last = f"{region}{vertex.kind}"
     name = "/".join(part for part in (vertex.scope, last) if part)
-    if node.hub is None:
+    if node.shared_value is None:
         return name
-    result = f" {node.hub.result}" if len(vertex.results) > 1 else ""
+    result = f" {node.shared_value.result}" if len(vertex.results) > 1 else ""
     return f"readers of {name}{result}"
 
 

@@ -102,7 +102,7 @@ class _AtChoice:
 def gains_together_s(space: ShardingSpace, choice: Sequence[int] | np.ndarray) -> dict[FormatKey, float]:
     """Returns what each gains in each format at a choice, seconds, if others share the rounding that can be shared."""
     names = dict.fromkeys(name for own in space.shared_formats.values() for name in own)
-    shared = {name: gains_s(space, _with_hubs_in(space, choice, name)) for name in names}
+    shared = {name: gains_s(space, _with_shared_reshards_in(space, choice, name)) for name in names}
     own = gains_s(space, choice)
     return {key: gain_s if isinstance(key, Coded) else shared.get(key[1], own)[key] for key, gain_s in own.items()}
 
@@ -123,8 +123,8 @@ def best_formats(space: ShardingSpace, choice: Sequence[int] | np.ndarray) -> tu
     return keys, saved_s
 
 
-def _with_hubs_in(space: ShardingSpace, choice: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
-    """Returns a choice in which all hubs that can round their values to a format do."""
+def _with_shared_reshards_in(space: ShardingSpace, choice: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
+    """Returns a choice in which all shared reshards that can round their values to a format do."""
     choice = np.array(choice)
     for node in space.shared_formats:
         strategy = space.nodes[node].strategies[choice[node]]
@@ -152,7 +152,7 @@ def in_formats(space: ShardingSpace, choice: np.ndarray, keys: Iterable[FormatKe
 
 
 def with_shared_rounding(space: ShardingSpace, choice: np.ndarray) -> np.ndarray:
-    """Returns a choice in which hubs round their values for several products where that is faster."""
+    """Returns a choice in which shared reshards round their values for several products where that is faster."""
     choice, at_choice = choice.copy(), _AtChoice(space, choice)
     for node, names in space.shared_formats.items():
         strategy, numbers = space.nodes[node].strategies[choice[node]], space.strategy_numbers(node)

@@ -128,7 +128,7 @@ class Usages(NamedTuple):
 def usages_of(
     graph: Graph,
     nodes: Sequence[Node],
-    hub_node: Mapping[int, int],
+    shared_reshards: Mapping[int, int],
     lifetimes: Lifetimes,
     axis_sizes: tuple[int, ...],
     held: HeldPositions,
@@ -136,14 +136,14 @@ def usages_of(
     residual_bytes: Mapping[int, Sequence[float]] | None = None,
     host_arrays: Sequence[HostArray] = (),
 ) -> Usages:
-    """Lists the memory that each node's strategies use: a value that exists belongs to its hub, else to its vertex.
+    """Lists the memory that each node's strategies use: a value belongs to its shared reshard, else to its vertex.
 
     An array that is stored one way and gathered for its readers has two usages: what is stored, for its whole life, and
     the gathered copy from its first reader to its last. So has the gradient of a weight: what is left of its reduction,
     and what was there before it, until the window after the product has ended.
 
     Args:
-      hub_node: the index of the node of a value's hub, by the value's id.
+      shared_reshards: the index of the node of a value's shared reshard, by the value's id.
       held: from when gathered weights are held, and until when gradients that are not reduced yet.
       residuals: of values that may be kept as codes for the backward pass, by their ids. A value that is has its codes
         for its whole life, and its numbers until the forward pass has read them, and while the backward pass does.
@@ -174,7 +174,7 @@ def usages_of(
             if any(partial):
                 until = max(held.reduce_until[value.id], graph.reduced_until.get(value.id, -1))
                 add(value.vertex, value, partial, start, until + 2, is_copy=False)
-        node, result = hub_node.get(value.id, value.vertex), value.result
+        node, result = shared_reshards.get(value.id, value.vertex), value.result
         strategies = nodes[node].strategies
         if value.id in graph.stored_parts:
             sizes = [value.num_bytes / graph.stored_parts[value.id]] * len(strategies)

@@ -108,7 +108,7 @@ class NodeCosts:
         price_s = tuple(self._priced.get(vertex.index, ()))
         return (
             self._forms[vertex.index],
-            node.hub is None,
+            node.shared_value is None,
             id(node.strategies),
             shares,
             self.kernels.at(vertex),
@@ -117,12 +117,12 @@ class NodeCosts:
         )
 
     def node_s(self, node: Node) -> np.ndarray:
-        """Returns the node cost `[S_v]`: the sum of the terms below; a hub costs what encoding its value does."""
+        """Returns the node cost `[S_v]`: the sum of the terms below; a shared reshard costs what encoding does."""
         vertex, strategies = node.vertex, node.strategies
-        if node.hub is not None:
+        if node.shared_value is not None:
             maxima_s = np.array([sum(seconds for _, seconds in self.shared_maxima_s(node, s)) for s in strategies])
             kept = [s._replace(format="") for s in strategies]
-            return self.hub_s(node) + maxima_s + np.array([self._format_price_s(vertex, s) for s in kept])
+            return self.shared_reshard_s(node) + maxima_s + np.array([self._format_price_s(vertex, s) for s in kept])
         local = self.compute_s(vertex, strategies) + self.preference_s(vertex, strategies)
         if vertex.index in self._priced:
             local += np.array([self._format_price_s(vertex, s) for s in strategies])
@@ -287,26 +287,27 @@ class NodeCosts:
         kernel_s = float(roofline_s(0.0, np.array(num_bytes), str(value.dtype), self.hardware))
         return vertex.weight * (kernel_s + 2 * self.hardware.kernel_launch_s)
 
-    def hub_s(self, node: Node) -> np.ndarray:
-        """Returns the seconds in which a hub's value is kept as codes and decoded, or rounded for products, `[S_v]`."""
-        assert node.hub is not None
+    def shared_reshard_s(self, node: Node) -> np.ndarray:
+        """Returns the seconds `[S_v]` in which a shared value is kept as codes and decoded, or rounded for products."""
+        assert node.shared_value is not None
         return np.array(
             [
-                self.keeping_s(node.vertex, node.hub, s.results[0], s.kept_in) + self.shared_rounding_s(node, s)
+                self.keeping_s(node.vertex, node.shared_value, s.results[0], s.kept_in)
+                + self.shared_rounding_s(node, s)
                 for s in node.strategies
             ]
         )
 
     def shared_rounding_s(self, node: Node, strategy: ShardingStrategy) -> float:
-        """Returns the seconds in which a hub rounds its value for several products, if it does."""
-        if node.hub is None or not strategy.format:
+        """Returns the seconds in which a shared reshard rounds its value for several products, if it does."""
+        if node.shared_value is None or not strategy.format:
             return 0.0
         message = shared_message(strategy.results[0], strategy.format)
-        return node.vertex.weight * self.reshard_costs.rounding_s(node.hub, message, strategy.format)
+        return node.vertex.weight * self.reshard_costs.rounding_s(node.shared_value, message, strategy.format)
 
     def shared_maxima_s(self, node: Node, strategy: ShardingStrategy) -> list[tuple[int, float]]:
-        """Returns the mesh axes over which a hub finds the largest magnitude that it rounds by, with their seconds."""
-        if node.hub is None or not strategy.format:
+        """Returns the mesh axes over which a shared reshard finds the magnitude to round by, with their seconds."""
+        if node.shared_value is None or not strategy.format:
             return []
         axes = shared_message(strategy.results[0], strategy.format).maxima
         return [(axis, node.vertex.weight * self.reshard_costs.maximum_s(axis)) for axis in axes]

@@ -35,9 +35,9 @@ def nodes_of(
     as_program: bool,
     axes_to_split: Mapping[int, frozenset[int]] | None = None,
 ) -> list[Node]:
-    """Returns one node for each vertex, in order, then the hubs; equal ones share their strategies.
+    """Returns one node for each vertex, in order, then the shared reshards; equal ones share their strategies.
 
-    A value that several operations read gets a hub, so that they share one reshard. Arrays that are stored beside a
+    A value that several operations read gets a node of its own, their shared reshard. Arrays that are stored beside a
     gathered copy (arguments, what a loop's body reads) need none.
 
     Args:
@@ -73,7 +73,7 @@ def nodes_of(
         if value.shape and is_shared[value.id] and not has_own_copy:
             key = value.shape, value.id in strategies.new_results, kinds[value.id]
             if key not in strategies_of_key:
-                strategies_of_key[key] = strategies.of_hub(value)
+                strategies_of_key[key] = strategies.of_shared_reshard(value)
             nodes.append(Node(vertex, value, strategies_of_key[key]))
     return nodes
 
@@ -83,7 +83,7 @@ def with_formats(
     formats_of: Mapping[int, Sequence[str]],
     shared_of: Mapping[int, Sequence[str]],
     codes: Iterable[Coded],
-    hub_of: Mapping[int, int],
+    shared_reshard_of: Mapping[int, int],
     axis_sizes: tuple[int, ...],
 ) -> list[Node]:
     """Returns nodes with more strategies: those of products again for each format, then those that have codes.
@@ -91,14 +91,14 @@ def with_formats(
     Args:
       nodes: of a space in which nothing is in fewer bits.
       formats_of: formats of products, by vertex.
-      shared_of: formats to which hubs round their values for several products; those without padding.
+      shared_of: formats to which shared reshards round their values for several products; those without padding.
       codes: what else may be in fewer bits.
-      hub_of: the nodes that decide how results are kept, by the vertices that make them.
+      shared_reshard_of: the nodes that decide how results are kept, by the vertices that make them.
     """
     sent_of: dict[int, list[str]] = {}
     kept_of: dict[int, list[str]] = {}
     for vertex, name, kind in codes:
-        names = sent_of.setdefault(vertex, []) if kind == "sum" else kept_of.setdefault(hub_of[vertex], [])
+        names = sent_of.setdefault(vertex, []) if kind == "sum" else kept_of.setdefault(shared_reshard_of[vertex], [])
         names.append(name)
     made: dict[Hashable, tuple[ShardingStrategy, ...]] = {}
     formatted = list(nodes)
@@ -106,10 +106,12 @@ def with_formats(
     for i in {**rounded_of, **sent_of, **kept_of}:
         node = nodes[i]
         names = tuple(tuple(of.get(i, ())) for of in (rounded_of, sent_of, kept_of))
-        value = node.hub or (node.vertex.results[0] if node.vertex.kind == "stack" else None)
+        value = node.shared_value or (node.vertex.results[0] if node.vertex.kind == "stack" else None)
         shape = () if value is None else value.shape
         if (id(node.strategies), names, shape) not in made:
-            whole = [s for s in node.strategies if node.hub is None or divides(s.results[0], shape, axis_sizes)]
+            whole = [
+                s for s in node.strategies if node.shared_value is None or divides(s.results[0], shape, axis_sizes)
+            ]
             products = (*node.strategies, *(s._replace(format=name) for name in names[0] for s in whole))
             kept = [s for s in products if names[2] and divides(s.results[0], shape, axis_sizes)]
             made[id(node.strategies), names, shape] = (
@@ -186,8 +188,8 @@ class _StrategiesOnMesh:
             ]
         )
 
-    def of_hub(self, value: Value) -> tuple[ShardingStrategy, ...]:
-        """Returns what the hub of a value may choose from."""
+    def of_shared_reshard(self, value: Value) -> tuple[ShardingStrategy, ...]:
+        """Returns what the shared reshard of a value may choose from."""
         specs = self._specs(value, None, with_padding=value.id not in self.new_results)
         return tuple(strategy_of_spec(spec, self.axes.sizes) for spec in specs)
 

@@ -22,23 +22,25 @@ _LEAST_INNER_SHARE = 0.5  # of a period that a repetition inside it must fill: q
 _NUMBER = re.compile(r"\d+")
 
 
-def tied_nodes(graph: Graph, forms: Sequence[int], nodes: Sequence[Node], hub_node: Mapping[int, int]) -> np.ndarray:
+def tied_nodes(
+    graph: Graph, forms: Sequence[int], nodes: Sequence[Node], shared_reshards: Mapping[int, int]
+) -> np.ndarray:
     """Returns `[V]` numbers of the nodes of a space, equal for nodes at the same place of equal layers.
 
     Nodes of equal numbers have the same strategies.
 
     Args:
-      nodes: of the space: the vertices, then the hubs.
-      hub_node: the index of the node of a value's hub, by the value's id.
+      nodes: of the space: the vertices, then the shared reshards.
+      shared_reshards: the index of the node of a value's shared reshard, by the value's id.
     """
     group = tied_vertices(graph, forms)
     node_group = np.arange(len(nodes))
     node_group[: len(group)] = group
-    first_hub: dict[tuple[int, int], int] = {}
+    first_shared: dict[tuple[int, int], int] = {}
     for value in graph.values:
-        if value.id in hub_node:
+        if value.id in shared_reshards:
             place = int(group[value.vertex]), value.result
-            node_group[hub_node[value.id]] = first_hub.setdefault(place, hub_node[value.id])
+            node_group[shared_reshards[value.id]] = first_shared.setdefault(place, shared_reshards[value.id])
     distinct = {id(node.strategies): node.strategies for node in nodes}
     first: dict[Hashable, int] = {}
     number = {name: first.setdefault(strategies, len(first)) for name, strategies in distinct.items()}

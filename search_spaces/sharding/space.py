@@ -8,14 +8,14 @@ its terms are built by
 
 | term               | meaning                                               | built by                              |
 | ------------------ | ----------------------------------------------------- | ------------------------------------- |
-| v, x_v             | vertices and hubs, and what they choose from          | `nodes.nodes_of`                      |
+| v, x_v             | vertices and shared reshards, and their strategies    | `nodes.nodes_of`                      |
 | c_v                | node cost, the sum of the next four                   | `node_costs.NodeCosts.node_s`         |
 | - arithmetic       | the slower of one device's FLOPs and memory traffic   | `node_costs.NodeCosts.compute_s`      |
 | - traffic          | what kernels read and write, whatever lies between    | `kernels.kernels_of`                  |
 | - reductions       | collectives that finish partial results, and gathers  | `node_costs.NodeCosts.reduction_s`    |
 | - own collectives  | what an operation sends itself, as for a largest value | `NodeCosts.own_collectives`           |
 | - preference       | a thousandth of the time to read the stored arguments | `node_costs.NodeCosts.preference_s`   |
-| (u, v)             | a value that u makes and v reads, or its hub          | `edge_costs.edges_of`                 |
+| (u, v)             | a value that u makes and v reads or that is shared    | `edge_costs.edges_of`                 |
 | T_uv               | edge cost: the reshards of these values               | `edge_costs.transfer_matrices`        |
 | - reshard          | the cheapest single collectives between two specs     | `resharding.Paths`                    |
 | shares             | what counts of a collective's latency and time        | `reshard_costs.CollectiveShares`      |
@@ -160,7 +160,7 @@ class ShardingSpace:
 
     @cached_property
     def node_names(self) -> tuple[str, ...]:
-        """`[V]` operations by modules and primitive, arguments by path, hubs by whose readers they serve."""
+        """`[V]` operations by modules and primitive, arguments by path, shared reshards by whose readers they serve."""
         return tuple(node_name(node) for node in self.nodes)
 
     def strategy_names(self, node: int) -> tuple[str, ...]:
@@ -193,13 +193,13 @@ class ShardingSpace:
             self.layout(choice),
             self.predict(choice),
             memory_use(self.usages, choice),
-            next_bests(self.problem, self.graph, self.nodes, self.hub_node, choice),
+            next_bests(self.problem, self.graph, self.nodes, self.shared_reshards, choice),
         )
 
     def layout(self, choice: Sequence[int]) -> Layout:
         """Returns the strategies and specs that a choice means; raises `ValueError` as `decode`."""
         pairs = zip(self.nodes, checked_choice(self.problem, choice), strict=True)
-        return chosen_layout(self.graph, [node.strategies[s] for node, s in pairs], self.hub_node)
+        return chosen_layout(self.graph, [node.strategies[s] for node, s in pairs], self.shared_reshards)
 
     def predict(self, choice: Sequence[int]) -> StepPrediction:
         """Returns what a choice costs as numbers for vertices and collectives; raises `ValueError` as `decode`."""
@@ -240,15 +240,15 @@ class ShardingSpace:
 
     @cached_property
     def nodes(self) -> list[Node]:
-        """One node for each vertex, in order, then the hubs."""
+        """One node for each vertex, in order, then the shared reshards."""
         codes = [key for key in self.format_price_s if isinstance(key, Coded)]
-        hub_of = {key.vertex: self.node_of(key) for key in codes if key.kind == "kept"}
+        shared_reshard_of = {key.vertex: self.node_of(key) for key in codes if key.kind == "kept"}
         formats = self.formats_of, self.shared_formats
-        return with_formats(self._exact_nodes, *formats, codes, hub_of, self.axis_sizes)
+        return with_formats(self._exact_nodes, *formats, codes, shared_reshard_of, self.axis_sizes)
 
     @cached_property
     def shared_formats(self) -> dict[int, tuple[str, ...]]:
-        """The formats to which hubs can round their values for several products, by the index of their node."""
+        """The formats to which shared reshards can round values for several products, by the index of their node."""
         return shared_formats(self.graph, self.edges, self.formats_of)
 
     @cached_property
@@ -276,24 +276,24 @@ class ShardingSpace:
         return forms_of(self.graph, self.rules)
 
     @cached_property
-    def hub_node(self) -> dict[int, int]:
-        """The index of the node of a value's hub, by the value's id."""
-        return {n.hub.id: i for i, n in enumerate(self._exact_nodes) if n.hub is not None}
+    def shared_reshards(self) -> dict[int, int]:
+        """The index of the node of a value's shared reshard, by the value's id."""
+        return {n.shared_value.id: i for i, n in enumerate(self._exact_nodes) if n.shared_value is not None}
 
     def node_of(self, key: FormatKey) -> int:
         """Returns the index of the node that decides whether something is in fewer bits."""
         is_kept = isinstance(key, Coded) and key.kind == "kept"
-        return self.hub_node.get(self.graph.vertices[key[0]].results[0].id, key[0]) if is_kept else key[0]
+        return self.shared_reshards.get(self.graph.vertices[key[0]].results[0].id, key[0]) if is_kept else key[0]
 
     @cached_property
     def residuals(self) -> Residuals:
-        """The arrays that can be kept as codes for the backward pass: those with a hub, and stacks of loops."""
-        return Residuals(self.graph, self.lifetimes, self.hub_node.keys())
+        """The arrays that can be kept as codes for the backward pass: shared values, and stacks of loops."""
+        return Residuals(self.graph, self.lifetimes, self.shared_reshards.keys())
 
     @cached_property
     def tied(self) -> np.ndarray:
         """`[V]` numbers of the nodes, equal for those at the same place of equal layers."""
-        return tied_nodes(self.graph, self.forms, self.nodes, self.hub_node)
+        return tied_nodes(self.graph, self.forms, self.nodes, self.shared_reshards)
 
     @cached_property
     def reshard_costs(self) -> ReshardCosts:
@@ -303,7 +303,7 @@ class ShardingSpace:
     @cached_property
     def edges(self) -> list[Edge]:
         """Every way of a value from one node to another."""
-        return edges_of(self.graph, self.hub_node)
+        return edges_of(self.graph, self.shared_reshards)
 
     @cached_property
     def kernels(self) -> Kernels:
@@ -325,13 +325,13 @@ class ShardingSpace:
         held = held_positions(self.graph, self.axis_sizes, self.hardware, self.reshard_costs.path)
         codes = [key for key in self.format_price_s if isinstance(key, Coded)]
         has_kept = any(key.kind == "kept" for key in codes)
-        residuals = Residuals(self.graph, lifetimes, self.hub_node.keys()).of_value if has_kept else None
+        residuals = Residuals(self.graph, lifetimes, self.shared_reshards.keys()).of_value if has_kept else None
         with_feedback = {key.vertex for key in codes if has_feedback(key.format)}
         residual_bytes = bytes_of_strategies(
             self.reshard_costs.path, [self.nodes[vertex] for vertex in sorted(with_feedback)], any(self.donated)
         )
         return usages_of(
-            self.graph, self.nodes, self.hub_node, lifetimes, self.axis_sizes, held, residuals, residual_bytes,
+            self.graph, self.nodes, self.shared_reshards, lifetimes, self.axis_sizes, held, residuals, residual_bytes,
             self.host_arrays,
         )  # fmt: skip
 
@@ -352,7 +352,7 @@ class ShardingSpace:
     def least_compute_s(self) -> float:
         """Seconds of arithmetic and memory traffic that each choice takes at least, whatever its memory."""
         of_key: dict[Hashable, float] = {}
-        keys = [self.node_costs.key(node) for node in self.nodes if node.hub is None]
+        keys = [self.node_costs.key(node) for node in self.nodes if node.shared_value is None]
         for key, node in zip(keys, self.nodes, strict=False):
             if key not in of_key:
                 of_key[key] = float(np.min(self.node_costs.compute_s(node.vertex, node.strategies)))

@@ -83,7 +83,7 @@ def _waits(
 
 
 def _preference_s(node: Node, node_costs: NodeCosts) -> np.ndarray:
-    if node.hub is not None:
+    if node.shared_value is not None:
         return np.zeros(len(node.strategies))
     return node_costs.preference_s(node.vertex, node.strategies)
 
@@ -102,11 +102,11 @@ def _of_nodes(nodes: Sequence[Node], node_costs: NodeCosts) -> tuple[list[np.nda
 
 def _of_node(node: Node, node_costs: NodeCosts) -> tuple[np.ndarray, np.ndarray]:
     sent_s = np.zeros((len(node.strategies), 3, len(node_costs.axis_sizes)))
-    if node.hub is not None:
+    if node.shared_value is not None:
         for s, strategy in enumerate(node.strategies):
             for axis, seconds in node_costs.shared_maxima_s(node, strategy):
                 sent_s[s, 0, axis] += seconds
-        return node_costs.hub_s(node), sent_s
+        return node_costs.shared_reshard_s(node), sent_s
     vertex, shares, reshards = node.vertex, node_costs.shares, node_costs.reshard_costs
     for s, strategy in enumerate(node.strategies):
         for i, value in enumerate(vertex.results):

@@ -46,11 +46,11 @@ def test_change_costs_are_those_of_evaluating_again(name):
 def test_the_next_best_spec_is_the_cheapest_of_all_others(name):
     space = space_of(EXAMPLES[name][0], *EXAMPLES[name][1])
     problem, choice = space.problem, [int(size) // 2 for size in num_strategies(space.problem)]
-    found = next_bests(problem, space.graph, space.nodes, space.hub_node, choice)
+    found = next_bests(problem, space.graph, space.nodes, space.shared_reshards, choice)
     cost = evaluate(problem, choice).cost
     pairs = [(v.index, n, lambda s: s.unreduced[0]) for v, n in zip(space.graph.inputs, found.inputs, strict=True)]
     for vertex, next_best in zip(space.graph.vertices, found.vertices, strict=True):
-        node = space.hub_node.get(vertex.results[0].id, vertex.index)
+        node = space.shared_reshards.get(vertex.results[0].id, vertex.index)
         pairs.append((node, next_best, lambda s: s.results[0]))
     for node, next_best, spec_of in pairs:
         specs = [spec_of(strategy) for strategy in space.nodes[node].strategies]
@@ -149,8 +149,10 @@ def test_layouts_hold_what_their_strategies_leave():
     layout = space.layout(choice)
     assert len(layout.strategies) == len(space.graph.vertices)
     for value in space.graph.values:
-        node = space.hub_node.get(value.id, value.vertex)
-        left = space.nodes[node].strategies[choice[node]].results[0 if value.id in space.hub_node else value.result]
+        node = space.shared_reshards.get(value.id, value.vertex)
+        left = (
+            space.nodes[node].strategies[choice[node]].results[0 if value.id in space.shared_reshards else value.result]
+        )
         assert layout.value_specs[value.id] == left
         assert shards(left, space.axis_sizes) in (1, 2, 4)
 

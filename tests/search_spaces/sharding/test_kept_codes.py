@@ -126,10 +126,10 @@ def test_the_memory_and_the_seconds_of_kept_codes_by_hand():
     )
     key = Coded(residual.value.vertex, "int8", "kept")
     free = space.with_formats({key: 3.0})
-    hub = free.node_of(key)
+    shared = free.node_of(key)
     exact = [0] * len(free.nodes)
     coded = list(exact)
-    coded[hub] = free.strategy_numbers(hub)[free.nodes[hub].strategies[0]._replace(kept_in="int8")]
+    coded[shared] = free.strategy_numbers(shared)[free.nodes[shared].strategies[0]._replace(kept_in="int8")]
     num_bytes = 4 * 4096 * WIDTH
     coding_s = 2 * 1.25 * num_bytes / free.hardware.reached_memory_bytes_per_s + 2 * free.hardware.kernel_launch_s
     added_s = evaluate(free.problem, coded).cost - evaluate(free.problem, exact).cost

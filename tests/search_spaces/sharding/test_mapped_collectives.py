@@ -80,7 +80,7 @@ def test_a_plan_counts_the_seconds_of_both_passes_and_lists_what_is_sent():
     seconds, listed = [], []
     for layer in (plain, exchange):
         space = space_of(jax.grad(lambda x, layer=layer: loss(layer, x)), array(32, 32), sizes=SIZES, hardware=hardware)
-        vertices = [(n.vertex, n) for n in space.nodes if n.hub is None and n.vertex.primitive == "shard_map"]
+        vertices = [(n.vertex, n) for n in space.nodes if n.shared_value is None and n.vertex.primitive == "shard_map"]
         own = [space.node_costs.own_collectives(v, n.strategies[0]) for v, n in vertices]
         seconds.append([sum(c.waited_s for c in cs) for cs in own])
         listed.append([c.collective.kind for cs in own for c in cs])
@@ -94,6 +94,6 @@ def test_a_plan_counts_the_seconds_of_both_passes_and_lists_what_is_sent():
 def test_a_body_that_states_its_seconds_has_its_collectives_in_them():
     layer = mapped(lambda b: stating_seconds(lax.psum(b, "y"), 1e-3))
     space = space_of(layer, array(32, 32), sizes=SIZES, hardware=hardware_of(NAMES))
-    (node,) = [n for n in space.nodes if n.hub is None and n.vertex.primitive == "shard_map"]
+    (node,) = [n for n in space.nodes if n.shared_value is None and n.vertex.primitive == "shard_map"]
     assert space.node_costs.own_collectives(node.vertex, node.strategies[0]) == []
     assert space.node_costs.node_s(node) == pytest.approx([1e-3])

@@ -21,7 +21,7 @@ def equal_links(names, s_per_byte=1e-9):
 
 
 def strategies(space, kind):
-    return [n.strategies for n in space.nodes if n.hub is None and n.vertex.kind == kind]
+    return [n.strategies for n in space.nodes if n.shared_value is None and n.vertex.kind == kind]
 
 
 def test_an_argument_with_one_reader_has_its_specs():

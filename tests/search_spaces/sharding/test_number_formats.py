@@ -214,8 +214,8 @@ def test_a_value_is_rounded_once_for_all_products_that_read_it():
     space, _ = space_for(step, params, x)
     products = products_of(space)
     free = space.with_formats({(v.index, "float8"): 0.0 for v in products})
-    (hub,) = free.shared_formats
-    value = free.nodes[hub].hub
+    (shared,) = free.shared_formats
+    value = free.nodes[shared].shared_value
     assert value is not None
     assert value is products[0].operands[0]
     # All is split by rows over the axis data, weights are whole.
@@ -229,8 +229,8 @@ def test_a_value_is_rounded_once_for_all_products_that_read_it():
         keys = [(v.index, "float8") for v in products[:number]]
         chosen = in_formats(free, choice, keys)
         alone = chosen.copy()
-        alone[hub] = choice[hub]
-        assert (free.nodes[hub].strategies[chosen[hub]].format == "float8") == (number > 1)
+        alone[shared] = choice[shared]
+        assert (free.nodes[shared].strategies[chosen[shared]].format == "float8") == (number > 1)
         saved_s = (number - 1) * (own_s + costs.maximum_s(0))
         costs_s = [evaluate(free.problem, c).cost for c in (alone, chosen)]
         np.testing.assert_allclose(costs_s[0] - costs_s[1], saved_s, rtol=1e-6, atol=1e-12)

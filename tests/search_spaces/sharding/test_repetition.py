@@ -152,19 +152,19 @@ def test_layers_with_other_names_or_given_shardings_are_not_tied():
     assert (groups == groups[0]).tolist() == [True, True, False, True, True, True]
 
 
-def test_hubs_of_different_results_are_not_tied():
+def test_shared_reshards_of_different_results_are_not_tied():
     def layer(x, w):
         first, second = jnp.split(x @ w, 2, axis=1)
         return jnp.concatenate([jnp.sin(first) + first, jnp.cos(second) * second], axis=1)
 
     space = _layers(layer, 5, array(8, 8))
-    hubs = {}
-    for value_id, node in space.hub_node.items():
+    shared = {}
+    for value_id, node in space.shared_reshards.items():
         value = space.graph.values[value_id]
         if space.graph.vertices[value.vertex].primitive == "split":
-            hubs.setdefault(value.result, []).append(int(space.tied[node]))
-    assert [len(set(numbers)) for numbers in hubs.values()] == [1, 1]
-    assert hubs[0][0] != hubs[1][0]
+            shared.setdefault(value.result, []).append(int(space.tied[node]))
+    assert [len(set(numbers)) for numbers in shared.values()] == [1, 1]
+    assert shared[0][0] != shared[1][0]
 
 
 X = array(8, 8)

@@ -65,8 +65,8 @@ def test_whole_arrays_everywhere_move_nothing(example):
 def test_every_spec_of_even_dimensions_divides_its_array(example):
     for node in example.nodes:
         for strategy in node.strategies:
-            if node.hub is not None:
-                assert divides(strategy.results[0], node.hub.shape, example.axis_sizes)
+            if node.shared_value is not None:
+                assert divides(strategy.results[0], node.shared_value.shape, example.axis_sizes)
                 continue
             arrays = [*node.vertex.operands, *node.vertex.results, *node.vertex.results]
             specs = (*strategy.operands, *strategy.results, *strategy.unreduced)
@@ -90,20 +90,20 @@ def test_what_a_vertex_hands_to_itself_is_free(example):
                 assert all(step.kind == "slice" for step in path)
 
 
-def test_hubs_stand_between_a_value_and_its_several_readers(example):
+def test_shared_reshards_stand_between_a_value_and_its_several_readers(example):
     readers = {}
     for node, _, reader, _, value, _ in example.edges:
         readers.setdefault((node, value.id), []).append(reader)
-    for value_id, hub in example.hub_node.items():
+    for value_id, shared in example.shared_reshards.items():
         value = example.graph.values[value_id]
-        assert readers[value.vertex, value_id] == [hub]
-        assert len(readers[hub, value_id]) > 1
+        assert readers[value.vertex, value_id] == [shared]
+        assert len(readers[shared, value_id]) > 1
 
 
 def test_an_argument_comes_back_as_it_is_stored():
     space = space_of(mlp_step, *mlp_arguments())
     for node, result, reader, operand, value, weight in space.edges:
-        if space.nodes[reader].hub is None and space.nodes[reader].vertex.kind == "input":
+        if space.nodes[reader].shared_value is None and space.nodes[reader].vertex.kind == "input":
             assert (operand, weight) == (0, 1.0)
             assert value in space.graph.outputs
             assert space.graph.feedback[space.graph.outputs.index(value)] == reader

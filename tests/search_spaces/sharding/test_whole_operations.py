@@ -59,6 +59,6 @@ def test_what_works_element_by_element_has_a_form_on_blocks(name, function):
     except TypeError:  # it has no derivative with respect to floats
         space = space_of(function, array(4, 4), sizes=(2,))
     for node in space.nodes:
-        if node.vertex.kind == "operation" and node.hub is None:
+        if node.vertex.kind == "operation" and node.shared_value is None:
             whole = [s for s in node.strategies if runs_whole(node.vertex, s, space.axis_sizes)]
             assert whole == [], f"{node.vertex.primitive} of {name} is split, but runs whole"

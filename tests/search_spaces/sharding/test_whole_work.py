@@ -30,7 +30,14 @@ def work_of(space, wanted):
     `wanted` takes a vertex and a strategy.
     """
     choice = [
-        next((s for s, strategy in enumerate(node.strategies) if node.hub is None and wanted(node.vertex, strategy)), 0)
+        next(
+            (
+                s
+                for s, strategy in enumerate(node.strategies)
+                if node.shared_value is None and wanted(node.vertex, strategy)
+            ),
+            0,
+        )
         for node in space.nodes
     ]
     strategies = space.layout(choice).strategies
