@@ -3,7 +3,7 @@
     python -m experiments.schedule [--model decoder] [--mesh 4x8] [--batch 32] [--windows 12 24 48]
 
 A model of `experiments.timeline` is planned once and compiled for H100s that need not be there (the extra
-`gpu-compile`); the timeline plays each program back. The first two rows have no pauses, and let XLA have one or four
+`gpu-compile`); the timeline plays each program back. The first two rows have no barriers, and let XLA have one or four
 collectives under way at a time. `played` is what `plan.timeline` says before anything is compiled.
 """
 
@@ -26,7 +26,7 @@ from experiments.timeline_models import CASES
 from search_spaces.sharding import scheduling
 
 AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
-# Latencies of the slowest link in a window (inf: no pauses), and collectives that XLA has under way at a time.
+# Latencies of the slowest link in a window (inf: no barriers), and collectives that XLA has under way at a time.
 VARIANTS = ((math.inf, 1), (math.inf, 4), (6, 4), (12, 4), (24, 1), (24, 4), (40, 4))
 COLUMNS = (
     "latencies in a window",
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         waiting_s = sum(timeline.waited_s.values())
         peak = compiled.memory_analysis().peak_memory_in_bytes / 2**30
         times = (1e3 * s for s in (played_s, timeline.step_s, timeline.busy_s[COMPUTE], waiting_s))
-        name = "no pauses" if math.isinf(latencies) else f"{latencies:g}"
+        name = "no barriers" if math.isinf(latencies) else f"{latencies:g}"
         rows.append((name, at_once, *(f"{ms:.1f}" for ms in times), f"{peak:.2f}"))
         print(*rows[-1], sep="  ", flush=True)
     print_table(f"{options.model}, {options.mesh}; planned {plan.peak_bytes / 2**30:.2f} GiB", COLUMNS, rows)

@@ -95,7 +95,7 @@ class PredictedWait:
       axes: the mesh axes over which it goes.
       seconds: in one step.
       made_by: index into `PlanData.operations` of the operation, or argument, whose result it moves.
-      read_by: index of the operation that waits for it; None at a pause between two windows and at the step's end.
+      read_by: index of the operation that waits for it; None at a barrier between two windows and at the step's end.
     """
 
     kind: str

@@ -121,7 +121,7 @@ class DeviceProgram:
         # XLA leaves the result of an all-to-all as it arrives, and all that is added to it lies so as well: without
         # this, the embeddings of a batch would decide how the residual stream of all layers lies.
         is_embedding = not self.follows_contraction[value.vertex] and any(step.kind == "all_to_all" for step in steps)
-        return self.lay_out(block) if is_embedding and self.schedule.pauses else block
+        return self.lay_out(block) if is_embedding and self.schedule.barriers else block
 
     def fix(self, array: Any, value: Value, spec: IndexedSpec) -> Any:
         """Returns the block as it is: its spec is known."""

@@ -23,7 +23,7 @@ from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, V
 from search_spaces.sharding.host_state import host_copies
 from search_spaces.sharding.kept_codes import LateReads
 from search_spaces.sharding.resharding import is_message_coded
-from search_spaces.sharding.schedule import FetchStage, Pause, ProgramSchedule
+from search_spaces.sharding.schedule import Barrier, FetchStage, ProgramSchedule
 
 Environment = ChainMap[Any, Any]
 """The array of each value, by id, with the spec in which its readers receive it; a region's arrays come first.
@@ -62,7 +62,7 @@ class GraphInterpreter:
     Args:
       layout: for every vertex its strategy, for every value the spec in which its readers receive it.
       path: the steps between two specs: those that were priced.
-      schedule: where the program pauses; without pauses the compiler orders it.
+      schedule: where the program has barriers; without them the compiler orders it.
       encode: what rounds an operand before it is moved; needed where the layout has products in float8.
       keeping: how values are kept as codes, where the layout has any.
       delayed: the scales of operands that have those of earlier steps.
@@ -212,8 +212,8 @@ class GraphInterpreter:
                     self._operation(env, step)
 
     def _operation(self, env: Environment, vertex: Vertex) -> None:
-        if vertex.index in self.schedule.pauses:
-            self._pause(env, self.schedule.pauses[vertex.index])
+        if vertex.index in self.schedule.barriers:
+            self._pass_barrier(env, self.schedule.barriers[vertex.index])
         if vertex.index not in self.schedule.late_operations:
             self._run(env, vertex)
 
@@ -245,32 +245,32 @@ class GraphInterpreter:
         for value, array, spec in zip(vertex.results, results, specs, strict=True):
             self._store(env, value, array, spec)
 
-    def _pause(self, env: Environment, pause: Pause) -> None:
+    def _pass_barrier(self, env: Environment, barrier: Barrier) -> None:
         """Joins what must have ended behind one barrier, and starts what may start now.
 
         The compiler carries the layout of what it joins neither to what makes it nor to what reads it, so the program
         says how it lies: partial results as their reduce-scatter wants them, and what is made of a reduced gradient as
         the state does. Otherwise the compiler copies, the state as well, which it then cannot update in place.
         """
-        keys: dict[Any, None] = dict.fromkeys(v.id for v in pause.values if v.id in env)
-        keys.update(dict.fromkeys((*pause.arrivals, *pause.reductions)))
-        roots = dict.fromkeys(stage.fetch.root.id for stage in pause.stages if stage.is_first)
+        keys: dict[Any, None] = dict.fromkeys(v.id for v in barrier.values if v.id in env)
+        keys.update(dict.fromkeys((*barrier.arrivals, *barrier.reductions)))
+        roots = dict.fromkeys(stage.fetch.root.id for stage in barrier.stages if stage.is_first)
         if not keys and not roots:
             return
-        reduced = {value.id for value in pause.values} & self.schedule.reduced_values
+        reduced = {value.id for value in barrier.values} & self.schedule.reduced_values
         arrays = [self.flow.lay_out(env[key]) if key in reduced else env[key] for key in (*keys, *roots)]
         after = self.flow.barrier(arrays)
         for key, array in zip(keys, after, strict=False):
             next(arrays for arrays in env.maps if key in arrays)[key] = array
         line: Environment = ChainMap(env.maps[-1])
-        for vertex in pause.reductions:
+        for vertex in barrier.reductions:
             with self._context_of(vertex):
                 self._finish(line, vertex, line[vertex])
-        for vertex in pause.operations:
+        for vertex in barrier.operations:
             with self._context_of(vertex):
                 self._run(line, vertex)
         with_stored = env.new_child(dict(zip(roots, after[len(keys) :], strict=True)))
-        for stage in pause.stages:
+        for stage in barrier.stages:
             line[stage.fetch] = self._start_stage(with_stored, stage)
 
     def _start_stage(self, env: Environment, stage: FetchStage) -> Any:
@@ -314,7 +314,7 @@ class GraphInterpreter:
         has_barrier = params["prevent_cse"]
         has_barrier = (has_barrier,) * len(region.operands) if isinstance(has_barrier, bool) else has_barrier
         values = [o for o, bar in zip(region.operands, has_barrier, strict=True) if bar and isinstance(o, Value)]
-        values = [v for v in values if v.id in env]  # others wait for a pause, or are fetched
+        values = [v for v in values if v.id in env]  # others wait for a barrier, or are fetched
         if params["differentiated"] and values:
             # Numbers that are kept as codes need not be there any more.
             keys = [_Kept(v.id) if v.id in self.late.kept else v.id for v in values if v.id not in self.late.again]

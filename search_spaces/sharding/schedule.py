@@ -3,7 +3,7 @@
 XLA's scheduler orders a program as it likes, within its dependences. Left alone it gathers the weights of a whole
 forward pass before the first product, and computes the gradients of weights at the end, so that collectives are waited
 for and memory fills. A schedule adds the dependences that leave it no choice. Every straight run of equations is cut
-into windows, and between two windows the program pauses: one optimisation barrier joins the product that
+into windows, and between two windows stands one optimisation barrier, which joins the product that
 the next window goes on from with everything that must have ended by then. So
 
 - a weight is gathered in the window before the one that reads it (each collective of its reshard in a window of its
@@ -63,8 +63,8 @@ class FetchStage(NamedTuple):
 
 
 @dataclass
-class Pause:
-    """What happens between two windows.
+class Barrier:
+    """What the barrier between two windows joins, and what runs there.
 
     Attributes:
       arrivals: fetches whose last stage must have ended.
@@ -81,18 +81,18 @@ class Pause:
 
 @dataclass
 class ProgramSchedule:
-    """The pauses of a program; without any, the compiler orders it.
+    """The barriers of a program; without any, the compiler orders it.
 
     Attributes:
-      pauses: by the index of the vertex that they stand before.
+      barriers: by the index of the vertex that they stand before.
       fetches: what a vertex reads as a fetch brings it, by the indices of the vertex and the value.
-      late_reductions: indices of vertices whose reduction waits for a pause.
-      late_operations: indices of vertices that wait for a pause, or whose results only fetches read.
+      late_reductions: indices of vertices whose reduction waits for a barrier.
+      late_operations: indices of vertices that wait for a barrier, or whose results only fetches read.
       reduced_values: ids of what is left of partial results that wait, in the form in which it passes a barrier.
       bare_inputs: indices of inputs that are not gathered when they come in: everything that reads them has a fetch.
     """
 
-    pauses: dict[int, Pause] = field(default_factory=dict)
+    barriers: dict[int, Barrier] = field(default_factory=dict)
     fetches: dict[tuple[int, int], Fetch] = field(default_factory=dict)
     late_reductions: set[int] = field(default_factory=set)
     late_operations: set[int] = field(default_factory=set)

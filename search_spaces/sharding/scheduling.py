@@ -29,9 +29,9 @@ from search_spaces.sharding.graph import (
 from search_spaces.sharding.product_formats import FORMATS
 from search_spaces.sharding.resharding import Paths, is_message_coded
 from search_spaces.sharding.schedule import (
+    Barrier,
     Fetch,
     FetchStage,
-    Pause,
     ProgramSchedule,
     Windows,
     straight_lines,
@@ -40,7 +40,7 @@ from search_spaces.sharding.schedule import (
 
 # A window's products take at least this many latencies of the slowest link, so that a collective's latency is a small
 # part of the window. Chosen by `python -m experiments.schedule`: on a decoder for 32 GPUs 6, 12, 24 and 40 give steps
-# of 42.4, 42.4, 40.2 and 42.6 ms, no pauses 45.2.
+# of 42.4, 42.4, 40.2 and 42.6 ms, no barriers 45.2.
 _LATENCIES_IN_WINDOW = 24
 # How many windows before its reader a weight is gathered at most, and how many after its product a gradient is reduced:
 # what is gathered early or reduced late takes memory.
@@ -112,8 +112,8 @@ class _LineScheduler:
         self.read_last = {o.id for o in graph.outputs if isinstance(o, Value)}
         self.num_readers = [len(readers) for readers in graph.consumers()]
         self.free_s: dict[int, list[float]] = defaultdict(lambda: list(windows.seconds))
-        self.pauses = [Pause() for _ in windows.start]
-        self.first_pause = int(isinstance(self.line[0][0], Region))
+        self.barriers = [Barrier() for _ in windows.start]
+        self.first_barrier = int(isinstance(self.line[0][0], Region))
 
     def run(self) -> None:
         """Plans fetches from the last to the first, then reductions from the first to the last."""
@@ -127,7 +127,7 @@ class _LineScheduler:
         for window, place in enumerate(self.windows.start):
             vertex = self.line[place][0]
             if isinstance(vertex, Vertex):
-                self.schedule.pauses[vertex.index] = self.pauses[window]
+                self.schedule.barriers[vertex.index] = self.barriers[window]
 
     def _gathers_for_all(self) -> Iterator["_Request"]:
         """Yields weights that are gathered as soon as they are made or stored, with the place of the first reader."""
@@ -199,7 +199,7 @@ class _LineScheduler:
         """Finds windows for the steps of a fetch, the last one first; tells whether there are any."""
         fetch, before, reader = request.fetch, request.before, self.windows.of_place[request.place]
         made_at = self.made_at.get(fetch.root.id)
-        earliest = self.first_pause if made_at is None else self.windows.of_place[made_at] + 1
+        earliest = self.first_barrier if made_at is None else self.windows.of_place[made_at] + 1
         stages: list[tuple[int, list[ReshardStep]]] = []
         latest = reader - 1
         for step in reversed(request.steps):
@@ -217,8 +217,8 @@ class _LineScheduler:
                 stages[0][1].insert(0, step)
         ends = [window for window, _ in stages[1:]] + [reader]
         for number, ((window, part), end) in enumerate(zip(stages, ends, strict=True)):
-            self.pauses[window].stages.append(FetchStage(fetch, number == 0, before, tuple(part)))
-            self.pauses[end].arrivals.append(fetch)
+            self.barriers[window].stages.append(FetchStage(fetch, number == 0, before, tuple(part)))
+            self.barriers[end].arrivals.append(fetch)
             before = part[-1].spec
         self.schedule.fetches.update(((reader, fetch.value.id), fetch) for reader in fetch.readers)
         return True
@@ -259,7 +259,7 @@ class _LineScheduler:
                 assert isinstance(step, Vertex)
                 self._defer(step, value, steps, late, window + 1)
             elif value.shape and (form := self._form_at(value, border)) is not None:
-                self.pauses[window + 1].values.append(form)
+                self.barriers[window + 1].values.append(form)
 
     def _would_be_put_off(self, vertex: Vertex, value: Value, border: int) -> bool:
         """Tells whether XLA may compute a value windows after its operands, which would stay in memory until then."""
@@ -273,8 +273,8 @@ class _LineScheduler:
         """Lets a reduction run in the window after the product, and what reads it there at once run after it."""
         self.schedule.late_reductions.add(vertex.index)
         self.schedule.late_operations.update(v.index for v in late)
-        self.pauses[window].reductions.append(vertex)
-        self.pauses[window].operations += late
+        self.barriers[window].reductions.append(vertex)
+        self.barriers[window].operations += late
         if not is_contraction(vertex):
             return  # it is small: XLA combines it with others
         seconds = sum(self._step_s(step, value) for step in steps)
@@ -283,7 +283,7 @@ class _LineScheduler:
         assert end is not None
         border = self.windows.start[end + 1] if end + 1 < len(self.windows) else None
         if border is not None and (form := self._form_at(value, border)) is not None:
-            self.pauses[end + 1].values.append(form)
+            self.barriers[end + 1].values.append(form)
             self.schedule.reduced_values.add(form.id)
 
     def _late(self, value: Value, border: int) -> list[Vertex] | None:

@@ -60,7 +60,7 @@ def test_random_layouts_of_programs(name, seed, sizes):
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_random_layouts_with_a_pause_after_every_contraction(name, seed, monkeypatch):
+def test_random_layouts_with_a_barrier_after_every_contraction(name, seed, monkeypatch):
     monkeypatch.setattr(scheduling, "_LATENCIES_IN_WINDOW", 0)
     fn, avals = EXAMPLES[name]
     check(fn, avals, 10 + seed, (2, 4))

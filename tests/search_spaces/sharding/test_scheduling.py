@@ -33,7 +33,7 @@ def training_step(weights, x):
 
 @pytest.fixture
 def program(monkeypatch):
-    """The step on 8 devices with weights and rows split (FSDP), and a pause after every contraction."""
+    """The step on 8 devices with weights and rows split (FSDP), and a barrier after every contraction."""
     monkeypatch.setattr(scheduling, "_LATENCIES_IN_WINDOW", 0)
     hardware = dataclasses.replace(hardware_of("x", latency_s=0.0, flops_per_s=1e9), exposed_share=0.25)
     arguments = [array(WIDTH, WIDTH) for _ in range(LAYERS)], array(ROWS, WIDTH, dtype=jnp.bfloat16)
@@ -96,12 +96,12 @@ def test_gradients_are_reduced_beside_the_next_product(program):
 
 
 def test_no_collective_is_added_or_lost(program, monkeypatch):
-    paused = [equation.primitive.name for equation in body_of(program)]
+    scheduled = [equation.primitive.name for equation in body_of(program)]
     monkeypatch.setattr(program, "schedule", type(program.schedule)())
     free = [equation.primitive.name for equation in body_of(program)]
     for kind in ("all_gather", "reduce_scatter", "psum", "all_to_all", "dot_general"):
-        assert paused.count(kind) == free.count(kind)
-    assert paused.count("optimization_barrier") > free.count("optimization_barrier")
+        assert scheduled.count(kind) == free.count(kind)
+    assert scheduled.count("optimization_barrier") > free.count("optimization_barrier")
 
 
 def test_windows_end_after_products_on_which_others_depend():
@@ -174,7 +174,7 @@ def test_each_rematerialised_region_of_a_line_has_a_number():
 
 
 def chain_of_products(gather_s, num_products=8):
-    """In which pause each weight's gather starts, if each product takes a second: all rows and weights are split."""
+    """In which barrier each weight's gather starts, if each product takes a second: all rows and weights are split."""
 
     def fn(weights, x):
         for w in weights:
@@ -200,8 +200,8 @@ def chain_of_products(gather_s, num_products=8):
     schedule = scheduling.make_schedule(space.graph, space.layout(choice), path, seconds, is_written)
     return {
         stage.fetch.root.vertex: number
-        for number, pause in enumerate(schedule.pauses[i] for i in sorted(schedule.pauses))
-        for stage in pause.stages
+        for number, barrier in enumerate(schedule.barriers[i] for i in sorted(schedule.barriers))
+        for stage in barrier.stages
     }
 
 
@@ -304,14 +304,14 @@ def test_what_is_read_much_later_is_made_before_the_window_after_the_next(monkey
     space = space_of(fn, weights, array(16, 8), sizes=(2,), hardware=hardware)
     graph = space.graph
     schedule = space.device_program(space.layout([0] * len(space.nodes)), AbstractMesh((2,), ("x",))).schedule
-    pauses = [schedule.pauses[index] for index in sorted(schedule.pauses)]
+    barriers = [schedule.barriers[index] for index in sorted(schedule.barriers)]
     late = {}
-    for number, pause in enumerate(pauses):
-        for value in pause.values:
+    for number, barrier in enumerate(barriers):
+        for value in barrier.values:
             maker = graph.vertices[value.vertex]
             if not is_contraction(maker):
                 late.setdefault(maker.primitive, []).append((number, value.result))
-    # The first product ends window 0. Window 1 splits it and sums; window 2 may still do so, and pause 3 may not. The
+    # The first product ends window 0. Window 1 splits it and sums; window 2 may still do so, and barrier 3 may not. The
     # other half of the split and each tanh are read at once, and the square is computed inside the sum.
     assert late == {"split": [(3, 0)], "reduce_sum": [(3, 0)]}
 
