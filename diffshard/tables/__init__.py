@@ -13,8 +13,8 @@ the lower bound and the enumeration of few placements. `measurements.py` measure
 
 Running: `layout.py` says where each piece of a table lies in the arrays of its device (`arrays.py`). The programs of
 all devices are in `programs.py`, with what they send in `exchanges.py`, rows in memory of hosts in `host_rows.py`, and
-rows of which each host has a copy in `each_host.py`.
-Rows that `statistics.py` found to be hot come first by the numbers of `row_orders.py`.
+rows of which each host has a copy in `each_host.py`. `hot_rows.py` finds the rows that are looked up most often, and
+numbers them first.
 """
 
 from typing import TYPE_CHECKING
@@ -23,12 +23,12 @@ from diffshard.public_names import lazy_names
 
 if TYPE_CHECKING:
     from diffshard.tables.arrays import padded_ids as padded_ids
+    from diffshard.tables.hot_rows import TableStatistics as TableStatistics
     from diffshard.tables.learned_cost import LearnedTableCost as LearnedTableCost
     from diffshard.tables.measurements import host_table_cost as host_table_cost
     from diffshard.tables.measurements import learn_table_cost as learn_table_cost
     from diffshard.tables.plan import TablePlan as TablePlan
     from diffshard.tables.search import shard_tables as shard_tables
-    from diffshard.tables.statistics import TableStatistics as TableStatistics
     from search_spaces.embedding_tables.base import EmbeddingTable as EmbeddingTable
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -12,9 +12,9 @@ from cost.embedding_tables import step_s
 from cost.real_numbers import Amount, Count
 from diffshard.plans.formats import format_bytes, format_count, format_devices, format_s, format_table, wrapped
 from diffshard.plans.plan_record import Certified, History, check_certificate
+from diffshard.tables.hot_rows import RowOrder, check_orders
 from diffshard.tables.layout import Layout, layout_of
 from diffshard.tables.learned_cost import LearnedPrediction
-from diffshard.tables.row_orders import RowOrder, check_orders
 from search_spaces.embedding_tables.base import (
     DEVICE,
     EVERY_DEVICE,

@@ -24,12 +24,11 @@ from diffshard.sharding_search.options import hardware_for
 from diffshard.solving.solve import SolveOptions, checked_solve_options
 from diffshard.tables import learned_annealing
 from diffshard.tables.host_rows import check_host_memory
+from diffshard.tables.hot_rows import TableStatistics, needed_orders
 from diffshard.tables.layout import check_counts, layout_of
 from diffshard.tables.learned_cost import LearnedTableCost
 from diffshard.tables.plan import TablePlan
-from diffshard.tables.row_orders import needed_orders
 from diffshard.tables.solving import solve_space
-from diffshard.tables.statistics import TableStatistics
 from search_spaces.embedding_tables.base import EmbeddingTable, TableDevices
 from search_spaces.embedding_tables.optimizers import ROWWISE_ADAGRAD
 from search_spaces.embedding_tables.prices import piece_bytes

@@ -23,10 +23,9 @@ import numpy as np
 from jax.sharding import AbstractMesh
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from diffshard.tables.row_orders import RowOrder, needed_orders
+from diffshard.tables.hot_rows import RowOrder, TableStatistics, needed_orders
 from diffshard.tables.search import shard_tables
 from diffshard.tables.solving import solve_space
-from diffshard.tables.statistics import TableStatistics
 from experiments.tables import print_table
 from search_spaces.embedding_tables.base import DEVICE, HOST, EmbeddingTable, Piece, TableDevices
 from search_spaces.embedding_tables.prices import decoded, piece_bytes, prices_of

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from cost.base import Hardware
-from diffshard.tables.row_orders import RowOrder
-from diffshard.tables.statistics import TableStatistics
+from diffshard.tables.hot_rows import RowOrder, TableStatistics
 from experiments.embedding_tables import recshard
 from experiments.embedding_tables.recshard import Task, WholeTablesSpace, generated, judged, program_pieces
 from search_spaces.embedding_tables.base import DEVICE, HOST, EmbeddingTable, Piece, TableDevices

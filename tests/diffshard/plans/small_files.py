@@ -24,8 +24,8 @@ from diffshard.plans.comparison import ComparedPlan, Comparison
 from diffshard.plans.sections import Advice, PredictedComputing, Rematerialisation, Residual, WholeWork
 from diffshard.plans.timeline import Lane, LaneBar
 from diffshard.resharding import Move
+from diffshard.tables.hot_rows import RowOrder
 from diffshard.tables.learned_cost import LearnedPrediction
-from diffshard.tables.row_orders import RowOrder
 from search_spaces.embedding_tables.base import DEVICE, EVERY_DEVICE, HOST, EmbeddingTable, Piece, TableDevices
 from tests.diffshard.bilevel_search.plans.small_bilevel_plan import proved_plan
 from tests.diffshard.pipelines.small_pipeline_plan import small_pipeline_plan

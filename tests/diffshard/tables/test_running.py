@@ -20,9 +20,9 @@ from diffshard.base import PlanError
 from diffshard.tables import host_rows
 from diffshard.tables.arrays import padded_ids, pooled, pooling_weights
 from diffshard.tables.exchanges import in_columns
+from diffshard.tables.hot_rows import RowOrder
 from diffshard.tables.plan import TablePlan
 from diffshard.tables.plan_data import check_table_plan
-from diffshard.tables.row_orders import RowOrder
 from search_spaces.embedding_tables.base import EVERY_DEVICE, HOST, EmbeddingTable, Piece, TableDevices
 from search_spaces.embedding_tables.optimizers import OPTIMIZERS
 from search_spaces.embedding_tables.prices import piece_bytes

@@ -10,9 +10,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import diffshard
-from diffshard.tables import EmbeddingTable, TablePlan, TableStatistics, shard_tables
-from diffshard.tables import statistics as statistics_module
-from diffshard.tables.row_orders import RowOrder, check_orders, needed_orders
+from diffshard.tables import EmbeddingTable, TablePlan, TableStatistics, hot_rows, shard_tables
+from diffshard.tables.hot_rows import RowOrder, check_orders, needed_orders
 from search_spaces.embedding_tables.base import HOST, Piece
 
 ROWS = 4000
@@ -45,7 +44,7 @@ def test_a_sample_by_hand():
 
 
 def test_long_tables_are_counted_in_parts(monkeypatch):
-    monkeypatch.setattr(statistics_module, "MOST_PARTS", 4)
+    monkeypatch.setattr(hot_rows, "MOST_PARTS", 4)
     found = TableStatistics.measure(np.repeat(np.arange(10), 2)[None])
     np.testing.assert_allclose(found.access(20), [0.5, 0.5, 0, 0])
     np.testing.assert_allclose(found.access(15), [3.75 / 10, 3.75 / 10, 2.5 / 10, 0])
