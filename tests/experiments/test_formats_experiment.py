@@ -54,7 +54,7 @@ def test_what_is_found_stands_beside_the_rules(capsys):
 
 
 def test_both_at_once_is_held_against_one_after_the_other(capsys):
-    free, limited = rows_of(capsys, "--joint", "--budgets", "0.005")
+    free, limited = rows_of(capsys, "--joint", "--budgets", "0.005", "--time-limit", "3")
     assert free[:2] == ["0.0625", "all"]
     assert float(free[4]) <= 1.001
     assert free[-1] == "0"
