@@ -44,7 +44,7 @@ In XLA's program for H100s these are three kernels. A fourth adds the rows that 
 
 
 def block_penalty(columns: ArrayLike) -> np.ndarray:
-    """Returns what lookups of few columns take longer: 1 from 128 columns on, 1.15 from 64 on, else 1.75."""
+    """Returns the slowdown of lookups of few columns: 1 from 128 columns on, 1.15 from 64 on, else 1.75."""
     columns = np.asarray(columns)
     few = np.where(columns >= _HALF_BLOCK_COLUMNS, _HALF_BLOCK_PENALTY, _QUARTER_BLOCK_PENALTY)
     return np.where(columns >= _FULL_BLOCK_COLUMNS, 1.0, few)

@@ -154,7 +154,7 @@ class Evaluator:
         return (np.cumsum(lengths) - lengths)[table_of], list(rows.T)
 
     def live_usage(self, choice: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns what the function `live_usage` returns."""
+        """Returns the result of the function `live_usage`."""
         if not len(self._usage_node):
             return np.zeros(1, np.int64), np.zeros((1, self._devices), np.int64)
         return self._times, memory_profile(self._interval, self._usage[self._rows(choice)], len(self._times))

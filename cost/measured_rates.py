@@ -120,7 +120,7 @@ NOT_MEASURED = MeasuredRates()
 
 @cache
 def measured_rates(name: str) -> MeasuredRates:
-    """Returns what was measured of a kind of device: "a100", "h100", ...; nothing of one that was not measured."""
+    """Returns the measurements of a kind of device: "a100", "h100", ...; none of one that was not measured."""
     known = _document().get(name, {})
     attention = known.get("attention")
     products = {dtype: ProductRate(**numbers) for dtype, numbers in known.get("products", {}).items()}

@@ -43,7 +43,7 @@ class Network(Protocol):
         ...
 
     def share(self, device: Hardware, num_devices: int) -> Hardware:
-        """Returns what one of `num_devices` of a host has: its own rates and memory, or its part of the host's."""
+        """Returns the rates and memory of one of `num_devices` of a host: its own, or its part of the host's."""
         ...
 
     def transfers(self) -> tuple[Link, Link]:

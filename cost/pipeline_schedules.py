@@ -144,7 +144,7 @@ def checked_stages_per_device(schedule: Schedule, stages_per_device: int | None)
 
 
 def splits_backward(schedule: Schedule) -> bool:
-    """Tells whether a schedule computes the gradients of weights apart from those of activations."""
+    """Returns whether a schedule computes the gradients of weights apart from those of activations."""
     return any(operation.kind == WEIGHTS for operation in _ORDERS[schedule](0, 1, 1, 1))
 
 
@@ -212,7 +212,7 @@ def schedule_graph(order: Order, num_microbatches: int) -> ScheduleGraph:
 
 
 def _resource(kind: int, stage: int, device: Mapping[int, int]) -> tuple[int, ...]:
-    """Returns what an operation occupies: a device, or the link from one device to another."""
+    """Returns the resource that an operation occupies: a device, or the link from one device to another."""
     if kind in STAGE_KINDS:
         return (device[stage],)
     one, other = device[stage], device[stage + 1]

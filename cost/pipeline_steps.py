@@ -194,7 +194,7 @@ def _kept(num_stages: int, num_microbatches: int) -> list[int]:
 
 
 def _orders_of_steps(num_stages: int, count: int, num_steps: int, is_overlapped: bool) -> Order:
-    """Returns what each stage runs of many steps; micro-batches are numbered through all of them."""
+    """Returns the operations of each stage in many steps; micro-batches are numbered through all steps."""
     kept = _kept(num_stages, count)
     if is_overlapped:
         return [alternating_order(stage, num_steps * count, k) for stage, k in enumerate(kept)]
@@ -209,7 +209,7 @@ def _orders_of_steps(num_stages: int, count: int, num_steps: int, is_overlapped:
 
 
 def overlapped_lower_bound_s(times: StageTimes, num_microbatches: int, end_s: np.ndarray | Sequence[float]) -> float:
-    """Returns what a step takes at least where steps overlap: max_j M·t_j + e_j, or M times the slowest transfer."""
+    """Returns a lower bound on a step where steps overlap: max_j M·t_j + e_j, or M times the slowest transfer."""
     count = checked_number("num_microbatches", num_microbatches, Count)
     times = checked(times, checked_number("len(forward_s)", len(times.forward_s), Count))
     seconds = durations_s(times)

@@ -47,7 +47,7 @@ class PooledNetwork(NamedTuple):
     unit_s: float
 
     def embeddings(self, features: ArrayLike) -> np.ndarray:
-        """Returns what elements add to sums, `[..., 65]`, from features `[..., F]`: inputs of the head, and work."""
+        """Returns the terms of sums, `[..., 65]`, from features `[..., F]`: inputs of the head, and work."""
         features = np.asarray(features, float)
         work = np.exp(features[..., :1])
         x = np.clip((features - self.centre) / self.scale, -_MOST_DEVIATIONS, _MOST_DEVIATIONS)

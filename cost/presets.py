@@ -70,7 +70,7 @@ _PCIE_3, _PCIE_4, _PCIE_5 = (0.8 * 16 / 8 * rate * 1e9 * 128 / 130 for rate in (
 
 
 def _attention(name: str) -> MeasuredRates:
-    """Returns what was measured of fused attention. Products stay at a share of the datasheet's rate.
+    """Returns the measured rates of fused attention. Products stay at a share of the datasheet's rate.
 
     That share was held against compiled programs played at the same share, and not against devices;
     `measured_preset` has products and links as devices were measured.

@@ -67,7 +67,7 @@ class Quantity(NamedTuple):
         return total[0] if self._is_total else total
 
     def changes(self, problem: Problem, choice: np.ndarray, node: int, edges: Sequence[int]) -> np.ndarray:
-        """Returns what each strategy of a node would add to the amounts of a choice, `[S_v, ...]` with `shape` behind.
+        """Returns the amounts that each strategy of a node would add to a choice, `[S_v, ...]` with `shape` behind.
 
         Args:
           problem: has the ends of edges.
@@ -124,7 +124,7 @@ class LiveMemory(NamedTuple):
         return memory_profile(interval, used, len(times))[:, 0]
 
     def changes(self, problem: Problem, choice: np.ndarray, node: int, edges: Sequence[int]) -> np.ndarray:
-        """Returns what each strategy of a node would add to the bytes of a choice, `[S_v, T]`."""
+        """Returns the bytes that each strategy of a node would add to a choice, `[S_v, T]`."""
         times, interval = numbered_times(problem.usage_interval)
         added = np.zeros((len(problem.node_cost[node]), len(times)))
         for k in np.flatnonzero(np.asarray(problem.usage_node) == node).tolist():

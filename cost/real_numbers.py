@@ -77,7 +77,7 @@ Count = Annotated[int, Range(1, _MOST_WHOLE, "a whole number, 1 or more")]
 
 
 def checked_number(name: str, value: Any, kind: Any, unit: str = "") -> Any:
-    """Returns what a user gives as a number of a kind with a range, such as `Count`: an int or a float.
+    """Returns the number that a user gives, an int or a float, if it is of a kind with a range, such as `Count`.
 
     Args:
       unit: what follows the rule in the error, such as " of seconds".

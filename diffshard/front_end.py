@@ -276,7 +276,7 @@ def _judge(
     kinds: Sequence[Hardware],
     executors: Sequence[Executor],
 ) -> tuple[Callable[[PlanRequest], Plan] | None, str]:
-    """Returns what finds plans that a compiler judges, and which one that is, and for what it compiles.
+    """Returns a function that finds plans which a compiler judges, and the compiler with its targets in words.
 
     Args:
       compiler: which one judges plans; None for none.

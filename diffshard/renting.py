@@ -88,7 +88,7 @@ class Offer:
         object.__setattr__(self, "price_per_hour", price)
 
     def price_of(self, seconds: float) -> float:
-        """Returns what some seconds of the cluster cost."""
+        """Returns the price of some seconds of the cluster."""
         return self.price_per_hour * seconds / _SECONDS_OF_HOUR
 
 

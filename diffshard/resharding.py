@@ -73,7 +73,7 @@ class MovedBytes(NamedTuple):
 def moved_bytes(
     shape: Sequence[int], num_bytes: float, before: tuple[Devices, IndexedSpec], after: tuple[Devices, IndexedSpec]
 ) -> MovedBytes:
-    """Returns what each device sends and receives when an array moves.
+    """Returns the bytes that each device sends and receives when an array moves.
 
     Args:
       shape: of the whole array; its dimensions are split evenly.

@@ -119,7 +119,7 @@ def each(train_one: Callable[[C, int], tuple[C, Any]]) -> Train[C]:
 
 
 def _pair(result: Any, num_candidates: int | None = None) -> Any:
-    """Returns what `train` returned, if it is candidates and scores; of one candidate where no number is given."""
+    """Returns the result of `train`, if it is candidates and scores; of one candidate where no number is given."""
     what = "candidate and score" if num_candidates is None else "candidates and scores"
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise ValueError(f"`train` must return a pair, {what}; got {type(result).__name__}.")

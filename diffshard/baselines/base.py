@@ -86,7 +86,7 @@ class BaselineShardings(NamedTuple):
 
 
 def describe_arguments(call: Call, is_state: Sequence[bool]) -> list[Argument]:
-    """Returns what baselines know about each array of the arguments of a call.
+    """Returns the facts that baselines use about each array of the arguments of a call.
 
     Args:
       call: the arguments.

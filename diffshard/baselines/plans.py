@@ -200,7 +200,7 @@ def plans_of_baselines(
 
 
 def arguments_of(traced_function: TracedFunction, state_argnums: tuple[int, ...] | None) -> list[Argument]:
-    """Returns what baselines know about the flat arguments of a traced function."""
+    """Returns the facts that baselines use about the flat arguments of a traced function."""
     call = traced_function.call
     if state_argnums is not None:
         is_state = [number in state_argnums for number in call.numbers]

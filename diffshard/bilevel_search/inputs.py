@@ -150,7 +150,7 @@ def batch_shapes(name: str, batch: Batch) -> Any:
 
 
 def is_abstract(tree: Batch | Params) -> bool:
-    """Tells whether some leaf has no numbers, because it is traced or only a shape."""
+    """Returns whether some leaf has no numbers, because it is traced or only a shape."""
     return any(isinstance(leaf, Tracer | jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
 
 

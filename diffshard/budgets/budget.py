@@ -132,7 +132,7 @@ def _unpack(content: bytes) -> Budget:
 
 
 def _facts(phases: Sequence[Phase], requests: Sequence[PlanRequest], move_link: Link | None) -> dict[str, str]:
-    """Returns what has to be the same in all processes, by names for errors."""
+    """Returns the facts that have to be the same in all processes, by names for errors."""
     facts = {"`move_link`": repr(move_link)}
     for i, (phase, request) in enumerate(zip(phases, requests, strict=True)):
         steps = {"`num_steps`": repr(phase.num_steps), "`duration_s`": repr(phase.duration_s)}

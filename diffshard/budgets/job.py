@@ -115,7 +115,7 @@ class Job(NamedTuple):
         return Candidate(tuple(choice), step_s(space.predict(choice)), space.layout(choice).input_specs)
 
     def outcome(self, candidates: Sequence[Candidate]) -> Outcome:
-        """Returns what choices for all phases amount to."""
+        """Returns the total of choices for all phases."""
         moves = [self.move(i, candidates[i - 1], candidates[i]) for i in range(1, len(candidates))]
         seconds = (0.0, *(move.seconds for move in moves))
         num_steps = [self.num_steps(i, *pair) for i, pair in enumerate(zip(candidates, seconds, strict=True))]
@@ -135,7 +135,7 @@ class Job(NamedTuple):
         return max(duration_s - move_s, 0.0) / candidate.step_s
 
     def cost(self, phase: int, candidate: Candidate, move_s: float) -> float:
-        """Returns what a phase and the move into it add to the total: seconds, or steps, which count as negative."""
+        """Returns the share of a phase and the move into it in the total: seconds, or steps, counted negative."""
         num_steps = self.num_steps(phase, candidate, move_s)
         return -num_steps if self.has_durations else num_steps * candidate.step_s + move_s
 

@@ -107,7 +107,7 @@ def custom_call_target(instruction: Instruction) -> str:
 
 
 def _shares(module: Module, computation: Computation, share: float, *, in_place: bool) -> Mapping[str, float]:
-    """Returns what share of each result's entries `share` of the computation's result needs, at most 1."""
+    """Returns the share of each result's entries that `share` of the computation's result needs, at most 1."""
     shares: dict[str, float] = defaultdict(float)
     slice_shares: dict[str, float] = defaultdict(float)
     in_place_names = set()

@@ -44,7 +44,7 @@ def lanes_of(timeline: Timeline) -> tuple[Lane, ...]:
 
 
 def _label(span: Span, before: list[LaneBar]) -> tuple[str, str]:
-    """Returns what a span belongs to, and its kind; a kernel without a name belongs to what runs before it."""
+    """Returns the label and kind of a span; a kernel without a name has those of the bar before it."""
     if span.transfer:
         return span.transfer, span.transfer.split(" ")[0]
     if span.repeats is not None:

@@ -269,7 +269,7 @@ def measure_hardware(options: argparse.Namespace) -> int:
 
 
 def _text(hardware: Hardware, axes: dict[str, int]) -> str:
-    """Returns what was measured as a table."""
+    """Returns the measurements as a table."""
     rates = hardware.flops_per_s if isinstance(hardware.flops_per_s, dict) else {}
     rows = [("products", dtype, f"{rate / 1e12:.3g} TFLOP/s") for dtype, rate in rates.items()]
     rows.append(("memory", format_bytes(hardware.memory_bytes), f"{hardware.memory_bytes_per_s / 1e9:.3g} GB/s"))

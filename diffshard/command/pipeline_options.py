@@ -155,7 +155,7 @@ def cluster_of(options: argparse.Namespace) -> Cluster | None:
 
 
 def pipeline_of(options: argparse.Namespace) -> Pipeline | None:
-    """Returns what the search may choose of a pipeline; None without `--pipeline`."""
+    """Returns the `Pipeline` that the search may choose from; None without `--pipeline`."""
     given = [name for name in _OF_PIPELINES if getattr(options, name) is not None]
     if not options.pipeline:
         if given:

@@ -223,7 +223,7 @@ class _CompiledPlans:
 
 
 def _order(row: ComparedPlan) -> tuple[float, float]:
-    """Returns what plans are sorted by, the best first: seconds of the timeline, or of the prediction without one."""
+    """Returns the sort key of plans, the best first: seconds of the timeline, or of the prediction without one."""
     return math.inf if row.timeline_s is None else row.timeline_s, row.predicted_s
 
 

@@ -153,7 +153,7 @@ def read_manifest(folder: str) -> tuple[Checkpoint, Files]:
 
 
 def _manifest_of(values: Any) -> _Manifest:
-    """Returns what a manifest says.
+    """Returns the content of a manifest.
 
     Raises:
       TypeError, ValueError: the values are none.

@@ -148,7 +148,7 @@ def likeness(one: PlanTerms, other: PlanTerms) -> float:
 
 
 def learn(plans: Sequence[PlanTerms], measurements: Sequence[Measurement], num_environments: int) -> Belief:
-    """Returns what measurements of plans say about the rates in each environment, and about the plans' own errors."""
+    """Returns the rates in each environment, and the plans' own errors, as measurements of plans imply them."""
     num_rates, num_plans = len(plans[0].computing), len(plans)
     alike = np.minimum.outer(np.arange(num_environments), np.arange(num_environments))  # changes that two share
     first = _of_rates(num_rates, EACH_RATE, ALL_RATES)

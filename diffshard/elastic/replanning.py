@@ -243,7 +243,7 @@ class Replanner:
         self.tell(num_steps, number, "stays", reason)
 
     def outlook(self, number: int, steps_left: int, prices: Prices) -> Outlook:
-        """Returns what a plan that is not tried yet is expected to save, and to cost, from now on."""
+        """Returns the seconds that a plan which is not tried yet is expected to save, and to cost, from now on."""
         belief = self.belief()
         new, new_gradient = predict(belief, self._terms, number, self._environment)
         now, gradient = predict(belief, self._terms, self.current, self._environment)
@@ -261,7 +261,7 @@ class Replanner:
         return Outlook(saved_s, price_s, reason)
 
     def belief(self) -> Belief:
-        """Returns what is known of the rates and of the plans' own errors."""
+        """Returns the belief about the rates and the plans' own errors."""
         return learn(self._terms, self._measurements, self._environment + 1)
 
     def _possible_rates(self, belief: Belief) -> Sequence[np.ndarray]:
@@ -300,7 +300,7 @@ class Replanner:
         return Measurement(self._environment, self.current, median, max(deviation, LEAST_DEVIATION))
 
     def _first_window(self, plan: int) -> Measurement | None:
-        """Returns what was measured of a plan in this environment."""
+        """Returns the measurements of a plan in this environment."""
         return next((m for m in self._measurements if (m.environment, m.plan) == (self._environment, plan)), None)
 
 

@@ -163,7 +163,7 @@ class Pipeline:
         return tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
 
     def within_limit(self, delays: Sequence[MeasuredDelay]) -> "Sequence[Pipeline]":
-        """Returns what is to be searched: exact schedules, and "2bw" with the cheapest delay that is allowed.
+        """Returns the schedules to search: exact ones, and "2bw" with the cheapest delay that is allowed.
 
         A prediction takes more memory than none, and all predictions take as much: of these the one with the least
         loss.

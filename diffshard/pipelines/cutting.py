@@ -266,7 +266,7 @@ def _programs(parts: StepParts) -> dict[str, Part]:
 
 
 def _differentiates(equation: core.JaxprEqn) -> bool:
-    """Tells whether an equation has the backward pass of something inside."""
+    """Returns whether an equation has the backward pass of something inside."""
     return any(
         is_transposed(inner) or _differentiates(inner)
         for jaxpr in core.jaxprs_in_params(equation.params)

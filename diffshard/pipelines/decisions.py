@@ -70,7 +70,7 @@ class DecidedProcesses(Processes):
 
     @property
     def are_taken(self) -> bool:
-        """Tells whether all decisions of the plan are taken."""
+        """Returns whether all decisions of the plan are taken."""
         return len(self.taken) == len(self.decisions)
 
     def _from_first(

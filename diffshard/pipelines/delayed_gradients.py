@@ -162,7 +162,7 @@ def checked_predicted_steps(steps: Any) -> float:
 
 
 def has_versions(tree: Any) -> bool:
-    """Tells whether some leaf of a tree is a `DelayedArray`."""
+    """Returns whether some leaf of a tree is a `DelayedArray`."""
     return any(map(_is_delayed, jax.tree.leaves(tree, is_leaf=_is_delayed)))
 
 
@@ -266,7 +266,7 @@ def _read(variables: Sequence[Any], env: Mapping[core.Var, Any]) -> list[Any]:
 
 
 def _is_differentiated(equation: core.JaxprEqn) -> bool:
-    """Tells whether differentiation made an equation or what is inside of it: JAX says so in its name stack."""
+    """Returns whether differentiation made an equation or what is inside of it: JAX says so in its name stack."""
     scopes = str(equation.source_info.name_stack)
     if "jvp(" in scopes or "transpose(" in scopes:
         return True

@@ -208,7 +208,7 @@ class DivisionSearch:
         is_over: Callable[[], bool],
         devices: Sequence[int] | None = None,
     ) -> float:
-        """Returns what every division takes at least, with any sharding of its stages; infinite where none fits.
+        """Returns a lower bound on the seconds of every division, with any shardings; infinite where none fits.
 
         Entries on the best path of lower bounds are solved until it reaches a number, or for some rounds.
 

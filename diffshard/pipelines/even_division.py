@@ -61,7 +61,7 @@ class EvenDivisionSearch:
         return found
 
     def bound(self) -> float:
-        """Returns what every candidate takes at least: all arithmetic, evenly divided; infinite without candidates."""
+        """Returns a lower bound on the seconds of all candidates: all arithmetic, evenly divided; or infinity."""
         count, bounds = self.divisions.num_microbatches, []
         for num_submeshes, p in self.places():
             each_s, end_s = (float(np.sum(layers)) for layers in self.divisions.least_layer_s(p))

@@ -83,7 +83,7 @@ class _NeedSearch:
         self.known: dict[Entry, StageNeed] = {}
 
     def least(self, below: float, is_over: Callable[[], bool]) -> PipelineNeed | None:
-        """Returns what the division needs that needs least; None where it is no less than a share."""
+        """Returns the need of the division that needs least; None where it is no less than a share."""
         while True:
             found = self._largest()
             if found is None or found[1] >= below:
@@ -131,7 +131,7 @@ class _NeedSearch:
 
 
 def stage_need(search: StepSearch, entry: Entry) -> StageNeed:
-    """Returns what a stage needs of each of its devices."""
+    """Returns the memory that a stage needs on each of its devices."""
     space = search.request(entry).space
     least_bytes = float(np.max(least_memory(space.problem)[1]))
     return StageNeed(least_bytes, max(space.summarize(lightest_choice(space.problem).tolist()).peak_bytes, least_bytes))

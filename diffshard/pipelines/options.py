@@ -138,7 +138,7 @@ STAGE_TIME_LIMIT_S = 15.0
 
 
 def donated_arrays(options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[bool]:
-    """Tells for each flat argument whether it is donated."""
+    """Returns for each flat argument whether it is donated."""
     flags: list[bool] = []
     for name, argument in (*enumerate(args), *((name, kwargs[name]) for name in sorted(kwargs))):
         is_donated = name in (options.donate_argnums if isinstance(name, int) else options.donate_argnames)
@@ -302,7 +302,7 @@ class SearchProgress:
     # Time.
 
     def is_search_over(self) -> bool:
-        """Tells whether no further stages are looked for; those of a first pipeline have more time."""
+        """Returns whether no further stages are looked for; those of a first pipeline have more time."""
         limit_s = self.deadline.limit_s
         if limit_s is None or math.isfinite(self._best_s):
             was_ended = self.is_interrupted and math.isfinite(self._best_s)
@@ -310,7 +310,7 @@ class SearchProgress:
         return self.seconds >= SEARCH_SHARE * limit_s + _PATIENCE_S
 
     def is_proof_over(self) -> bool:
-        """Tells whether no further stages are solved for a bound."""
+        """Returns whether no further stages are solved for a bound."""
         return self.is_interrupted or self.deadline.is_over(_PROOF_SHARE)
 
     def stage_limit_s(self, num_left: int = 1) -> float:

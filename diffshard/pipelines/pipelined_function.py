@@ -166,7 +166,7 @@ class PipelinedFunction(Generic[PlanT]):
             return
 
     def execution(self, *args: Any, **kwargs: Any) -> StagedExecution:
-        """Returns what runs calls with such arguments: its programs, its copies, and `wait`."""
+        """Returns the execution that runs calls with such arguments: its programs, its copies, and `wait`."""
         if self._has_static or self._has_limit:
             own, args, kwargs = self._bound_to(args, kwargs)
             return own.execution(*args, **kwargs)

@@ -189,7 +189,7 @@ def _check_memory(stages: Sequence[PlannedStage]) -> None:
 
 
 def _judged(plans: StagePlans) -> list[str]:
-    """Returns what a compiler said of the programs of the stages."""
+    """Returns the compiler's reports on the programs of the stages."""
     notes = []
     for plan in plans.plans.values():
         notes.append(f"{plan.function} runs by `executor` {plan.executor!r}, as a compiler judged it alone.")

@@ -166,7 +166,7 @@ def kinds_by_speed(search: StepSearch) -> list[int]:
 
 
 def replicas_bound_s(search: StepSearch) -> float:
-    """Returns what a step takes at least with any replicas, stages, meshes and shardings, by its arithmetic alone.
+    """Returns a lower bound on a step with any replicas, stages, meshes and shardings, by its arithmetic alone.
 
     Each layer of each micro-batch runs on devices of some kind and takes at least the least device-seconds of any
     submesh of that kind. A kind has as many device-seconds as devices in each second. So the least time in which the

@@ -179,7 +179,7 @@ def _planned_programs(
 
 
 def _times(options: PipelineOptions, base: StagedStep, chosen: ChosenReplicas, plans: StagePlans) -> list[StageTimes]:
-    """Returns what a micro-batch takes in the stages of each replica, and between them."""
+    """Returns the seconds of a micro-batch in the stages of each replica, and between them."""
     size, found = len(chosen.stages), []
     forward_s, backward_s = plans.pass_seconds("forward"), plans.pass_seconds("backward")
     for r, replica in enumerate(chosen.replicas):
@@ -301,7 +301,7 @@ def _step_of(plan: PipelinePlanData, steps: Sequence[UncutStep]) -> UncutStep:
 
 
 def _layout(plan: PipelinePlanData) -> tuple[Any, ...]:
-    """Returns what decides how a pipeline runs, without what is predicted of it."""
+    """Returns the fields of a plan that decide how a pipeline runs, without its predictions."""
 
     def of(stage: PlannedStage) -> tuple[Any, ...]:
         arguments = tuple((tensor.path, tensor.spec) for tensor in stage.arguments)

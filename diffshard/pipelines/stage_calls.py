@@ -142,7 +142,7 @@ class StageCalls:
         return sharding.with_memory_kind(HOST_MEMORY) if self.is_offloaded(stage, key) else sharding
 
     def is_offloaded(self, stage: int, key: Key) -> bool:
-        """Tells whether a stage leaves an array on the host for its own backward program."""
+        """Returns whether a stage leaves an array on the host for its own backward program."""
         return key in self.staged.offloaded and self.staged.makers[key].stage == stage
 
     def _shared_shardings(self, key: Key, source: int, target: int) -> tuple[NamedSharding, NamedSharding]:
@@ -166,7 +166,7 @@ class StageCalls:
         return NamedSharding(self.meshes[stage], PartitionSpec())
 
     def is_local(self, key: Key) -> bool:
-        """Tells whether an array belongs to a micro-batch, and not to the whole step."""
+        """Returns whether an array belongs to a micro-batch, and not to the whole step."""
         maker = self.staged.makers.get(key)
         return maker is not None and maker.kind in MICROBATCH_KINDS and key not in self._totals
 
@@ -212,7 +212,7 @@ class StageCalls:
         return tuple(leaves)
 
     def _sends(self, label: Label, key: Key) -> bool:
-        """Tells whether a program sends an array that it makes to the other stages that read it."""
+        """Returns whether a program sends an array that it makes to the other stages that read it."""
         return label.kind != "begin" and self.staged.makers.get(key) == label
 
     def _pieces(self, stage: int) -> set[Key]:
@@ -231,7 +231,7 @@ class StageCalls:
         return tuple(key for key in program.reads if key not in kept and not self.is_local(key))
 
     def _is_random_key(self, key: Key) -> bool:
-        """Tells whether an array is made of random keys, which are never given up."""
+        """Returns whether an array is made of random keys, which are never given up."""
         return jnp.issubdtype(self.staged.avals[key].dtype, jax.dtypes.extended)
 
     def _read_until_finish(self, stage: int) -> tuple[Key, ...]:
@@ -260,7 +260,7 @@ class StageCalls:
 
 
 def is_alike(sharding: Any, other: Any, ndim: int) -> bool:
-    """Tells whether two shardings put the same parts of an array on the same devices."""
+    """Returns whether two shardings put the same parts of an array on the same devices."""
     return sharding is other or sharding == other or sharding.is_equivalent_to(other, ndim)
 
 

@@ -104,7 +104,7 @@ class StageFunction:
     def __call__(
         self, kept: list[Any], totals: list[Any], queue: list[list[Any]], read: list[Any], received: list[Any]
     ) -> tuple[list[Any], list[Any], list[list[Any]], dict[str, Any]]:
-        """Returns what replaces the first three arguments, and the other results."""
+        """Returns the results that replace the first three arguments, and the others."""
         arguments = self.arguments
         env: dict[Key, Any] = {NUMBER: jnp.int32(0), **dict(zip(arguments.kept, kept, strict=True))}
         env.update(zip(arguments.read, read, strict=True))
@@ -125,23 +125,23 @@ class StageFunction:
         return [env[self.result_of[key]] for key in arguments.kept], totals, queue[1:], others
 
     def is_sent_forward(self, key: Key) -> bool:
-        """Tells whether the forward program of another stage sends an array, which then waits for its readers."""
+        """Returns whether the forward program of another stage sends an array, which then waits for its readers."""
         maker = self.staged.makers.get(key)
         return maker is not None and maker.kind == "forward" and maker.stage != self.stage
 
     def is_sent_back(self, key: Key) -> bool:
-        """Tells whether the backward program of another stage sends an array for each micro-batch."""
+        """Returns whether the backward program of another stage sends an array for each micro-batch."""
         maker = self.staged.makers.get(key)
         return maker is not None and maker.kind == "backward" and maker.stage != self.stage and key not in self.totals
 
     @staticmethod
     def is_each(vertex: Vertex) -> bool:
-        """Tells whether an operation of the traced function runs for each micro-batch, and not at the end of a step."""
+        """Returns whether an operation of the traced function runs for each micro-batch, not at the end of a step."""
         return _SCOPE in vertex.scope
 
     @staticmethod
     def is_forward(vertex: Vertex) -> bool:
-        """Tells whether an operation of the traced function is of the forward program."""
+        """Returns whether an operation of the traced function is of the forward program."""
         return _FORWARD in vertex.scope
 
     def name(self, key: Key) -> str:

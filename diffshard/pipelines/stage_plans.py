@@ -165,7 +165,7 @@ class StagePlans:
         return [self.seconds(Label(kind, i)) for i in range(len(self.stages))]
 
     def function(self, program: StageProgram) -> Callable[..., Sequence[Any]]:
-        """Returns what runs a program: with its plan, if it has one."""
+        """Returns the function that runs a program: with its plan, if it has one."""
         planned = self._functions.get(program.label)
         if planned is None:
             return core.jaxpr_as_fun(program.program)

@@ -115,7 +115,7 @@ def step_objective(num_microbatches: int, kept: Callable[[int], int] | None = No
 
 
 def overlapped_objective(num_microbatches: int, kept: Callable[[int], int]) -> Objective:
-    """Returns what a step takes at least where the next one begins before it ends: that of its slowest stage or link.
+    """Returns an objective that bounds a step which overlaps with the next: the seconds of its slowest stage or link.
 
     That is max_j M·t_j + e_j, and M times a transfer; a link has two of them, of which the slower one is at least half.
     Where a stage keeps at most k micro-batches, every k of them take t_j + r_j, as in `step_objective`.
@@ -256,7 +256,7 @@ def _rest(
     left_shape: tuple[int, ...],
     use_all_devices: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns what the stages after one on a submesh take, `[L + 1, left...]`, and the submesh of the first of them.
+    """Returns the seconds of the stages after one on a submesh, `[L + 1, left...]`, and the submesh of the first.
 
     `left` are the devices before the stage takes its own. Row L, where no stage follows, is 0 if that is allowed.
     """

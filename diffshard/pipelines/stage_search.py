@@ -323,7 +323,7 @@ class SolvedStages:
         return self._known.solved
 
     def kind(self, entry: Entry) -> Kind:
-        """Returns what an entry has in common with those that have its layout."""
+        """Returns the key that an entry shares with those that have its layout."""
         return self._signatures[entry.start : entry.end], entry.submesh
 
     def layout(self, entry: Entry) -> StageLayout | None:
@@ -346,7 +346,7 @@ class SolvedStages:
         return layout
 
     def known(self, entry: Entry) -> Any:
-        """Returns what is known of a stage: its layout, None if it does not fit, or `UNKNOWN`.
+        """Returns the layout of a stage, None if it does not fit, or `UNKNOWN`.
 
         A layout that leaves memory free is the best one for as many micro-batches as fit; one that the memory
         may have limited is taken for more of them too, but not for fewer.
@@ -366,7 +366,7 @@ class SolvedStages:
         return UNKNOWN
 
     def is_proven_not_to_fit(self, entry: Entry) -> bool:
-        """Tells whether no sharding of a stage fits, also because it does not with fewer micro-batches."""
+        """Returns whether no sharding of a stage fits, also because it does not with fewer micro-batches."""
         return any((self.kind(entry), kept) in self.proven_not_to_fit for kept in range(1, entry.in_flight + 1))
 
     def alike(self) -> Iterator[tuple[int, int, int]]:

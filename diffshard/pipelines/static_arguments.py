@@ -28,7 +28,7 @@ class StaticCall(NamedTuple):
 
 
 def _exact(value: Any) -> Any:
-    """Returns what is equal only for values of one type, sign and contents; tuples are looked into."""
+    """Returns a key that is equal for values of one type, sign and contents only; tuples are looked into."""
     if isinstance(value, tuple):
         return type(value), tuple(map(_exact, value))
     return type(value), value, repr(value) if isinstance(value, float | complex) else ""

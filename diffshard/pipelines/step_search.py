@@ -93,7 +93,7 @@ class LayerBounds:
 def layer_seconds(
     space: ShardingSpace, function: StageFunction, layers: set[int]
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Returns what some layers take at least for all micro-batches, and at the end of a step, preferences included.
+    """Returns lower bounds on some layers for all micro-batches, and at the end of a step, preferences included.
 
     Args:
       space: of the whole step in one stage, whose equations have the scopes of their layers.
@@ -167,7 +167,7 @@ def _between_contractions(graph: Graph, parts: Sequence[LayerPart | None]) -> np
 
 
 def _is_inside(space: ShardingSpace, parts: Sequence[LayerPart | None], node: int, reader: int, value: Value) -> bool:
-    """Tells whether a value is resharded between two nodes in the same way in every stage that has their layer."""
+    """Returns whether a value is resharded between two nodes in the same way in every stage that has their layer."""
     if parts[node] is None or parts[node] != parts[reader]:
         return False
     if space.graph.vertices[value.vertex].kind == "stack":  # it has one more trip for each further layer
@@ -266,11 +266,11 @@ class StepSearch:
         return self._even(schedule, stages_per_device).candidates(is_over)
 
     def has_places(self, schedule: Schedule, stages_per_device: int) -> bool:
-        """Tells whether there are devices for a schedule, whatever they have of memory."""
+        """Returns whether there are devices for a schedule, whatever they have of memory."""
         return schedule in BY_STAGES_LEFT or any(self._even(schedule, stages_per_device).places())
 
     def bound(self, schedule: Schedule, stages_per_device: int, target_s: float, is_over: Callable[[], bool]) -> float:
-        """Returns what every division takes at least, as `DivisionSearch.bound`."""
+        """Returns a lower bound on the seconds of every division, as `DivisionSearch.bound`."""
         if schedule in BY_STAGES_LEFT:
             return self.divisions.bound(schedule, target_s, is_over)
         return self._even(schedule, stages_per_device).bound()
@@ -322,7 +322,7 @@ class StepSearch:
         return LayerBounds(self.step, self.chain)
 
     def least_layer_s(self, submesh: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns what a micro-batch and the end of a step take at least in each layer on a submesh, `[L]` both."""
+        """Returns lower bounds on a micro-batch and the end of a step in each layer on a submesh, `[L]` both."""
         if submesh not in self._least:
             self._least[submesh] = self._bounded_layer_s(submesh)
         return self._least[submesh]

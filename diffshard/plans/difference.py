@@ -61,7 +61,7 @@ class PlanDifference(DifferenceData):
 
 
 def difference_of(first: PlanData, second: PlanData) -> PlanDifference:
-    """Returns what differs between two plans, of any functions, meshes and hardware."""
+    """Compares two plans, of any functions, meshes and hardware."""
     alignment = align_operations(first, second)
     matched = alignment.pairs
     arguments, num_arguments = _arrays(first, second, first.arguments, second.arguments)

@@ -92,12 +92,12 @@ def check_checksum(document: Mapping[str, Any]) -> None:
 
 
 def kind_of(document: Any) -> Any:
-    """Returns what kind of plan a document says that it is; None if it does not say."""
+    """Returns the kind of plan that a document states; None if it states none."""
     return document.get("format") if isinstance(document, dict) else None
 
 
 def content(document: Any, name: str, kind: str, version: int) -> dict[str, Any]:
-    """Returns what a document holds beside its kind, version and checksum.
+    """Returns the content of a document without its kind, version and checksum.
 
     Args:
       kind: the kind of plan that they must be.
@@ -117,7 +117,7 @@ def content(document: Any, name: str, kind: str, version: int) -> dict[str, Any]
 
 
 def made_of(document: Any, name: str, kind: str, version: int, make: Callable[[dict[str, Any]], _T]) -> _T:
-    """Returns what is made of a document's content.
+    """Returns the object that is made of a document's content.
 
     Args:
       make: makes it of the content; raises one of `DAMAGE` where it cannot.

@@ -113,7 +113,7 @@ class LayerTraffic(NamedTuple):
 
 
 def layer_traffic(plan: PlanData, shown_layers: Sequence[Layer]) -> LayerTraffic:
-    """Returns what is sent between layers and inside them; `shown_layers` are those of `layers(plan)`."""
+    """Returns the traffic between layers and inside them; `shown_layers` are those of `layers(plan)`."""
     layer_of = layers_of_operations(plan)
     shown = {member: layer.name for layer in shown_layers for member in layer.members}
     order = {layer.name: i for i, layer in enumerate(shown_layers)}

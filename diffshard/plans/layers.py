@@ -220,7 +220,7 @@ def _without_repetition(all_layers: Sequence[Layer]) -> list[Layer]:
 
 
 def _content(layer: Layer) -> Hashable:
-    """Returns what equal layers share: all of their parts, with times to three digits."""
+    """Returns the key that equal layers share: all of their parts, with times to three digits."""
 
     def round_parts(parts: Sequence[LayerPart]) -> Hashable:
         return tuple((*p[:4], f"{p.seconds:.3g}", *p[5:7]) for p in parts)

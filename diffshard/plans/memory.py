@@ -45,7 +45,7 @@ class HeldGroup(NamedTuple):
 
 
 def held_groups(plan: PlanData) -> list[HeldGroup]:
-    """Returns what is in memory at the peak, the largest groups first; empty for plans without a profile."""
+    """Returns the arrays in memory at the peak, the largest groups first; empty for plans without a profile."""
     held = [t for t in plan.memory.at_peak if is_shown(t.num_bytes)] if plan.memory else []
     keys = [(result_type(plan.operations[t.operation], t.result), _origin(plan, t), t.num_bytes) for t in held]
     names = [_name(plan, t) for t in held]
@@ -117,7 +117,7 @@ def _bar_at_peak(plan: PlanData, groups: list[HeldGroup]) -> str:
 
 
 def _whole(plan: PlanData, least: float) -> float:
-    """Returns what the whole width of a bar stands for: the limit if that is near, else what is in use."""
+    """Returns the bytes at the full width of a bar: the limit if that is near, else what is in use."""
     limit = plan.memory_limit_bytes
     is_near = not math.isinf(limit) and plan.peak_bytes > _NEAR_LIMIT * limit
     return max(limit if is_near else plan.peak_bytes, least)

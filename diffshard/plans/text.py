@@ -105,7 +105,7 @@ def _header(plan: PlanData) -> str:
 
 
 def _advice(advice: Sequence[Advice]) -> list[str]:
-    """Returns what would make the step faster or smaller, with an empty line below; nothing without any."""
+    """Returns the advice on a faster or smaller step, with an empty line below; nothing without any."""
     if not advice:
         return []
     first, *others = ([*wrapped(item.words, " " * 11, " " * 13)] for item in advice)

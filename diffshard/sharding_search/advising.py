@@ -184,7 +184,7 @@ def _of_memory_limit(request: PlanRequest, plan: Plan, choice: Choice | None, de
 
 
 def _may_gain(space: ShardingSpace, plan: Plan) -> bool:
-    """Tells whether a step in a space may be faster than a plan's by enough: none computes for less than the least."""
+    """Returns whether a step in a space may be faster than a plan's by enough: none computes less than the least."""
     return plan.step_s - space.least_compute_s >= LEAST_SHARE * plan.step_s
 
 

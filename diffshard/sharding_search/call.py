@@ -224,7 +224,7 @@ def abstract_array(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def is_random_key(array: jax.ShapeDtypeStruct) -> bool:
-    """Tells whether an array is a random key: of JAX's own type, or the two words of an old-style one."""
+    """Returns whether an array is a random key: of JAX's own type, or the two words of an old-style one."""
     return jnp.issubdtype(array.dtype, jax.dtypes.prng_key) or (array.dtype == jnp.uint32 and array.shape == (2,))
 
 
@@ -256,7 +256,7 @@ def _leaves_of(number: int, argument: Any) -> list[_Leaf]:
 
 
 def are_arrays(tree: Any) -> list[bool]:
-    """Tells of each leaf whether it is an array."""
+    """Returns for each leaf whether it is an array."""
     equinox = sys.modules.get("equinox")  # there are such modules only where it is imported
     if equinox is None:
         return [_is_array(leaf) for leaf in jax.tree.leaves(tree)]

@@ -120,7 +120,7 @@ def find_plan_with_formats(request: PlanRequest) -> Plan:
 
 
 def _is_for(plan: Plan, groups: Sequence[ProductGroup], formats: Formats) -> bool:
-    """Tells whether a plan's formats were chosen within the same limit of the same groups, measured in the same way.
+    """Returns whether a plan's formats were chosen within the same limit of the same groups, measured in the same way.
 
     What was measured on may differ: a training that goes on has other calls left. Increases that are given and not
     measured have to be the same.

@@ -120,7 +120,7 @@ def _coded(plan: PlanData, space: ShardingSpace, strategies: Sequence[ShardingSt
 
 
 def has_reductions(plan: PlanData) -> bool:
-    """Tells whether a plan says how partial results are finished; one that an older version saved does not."""
+    """Returns whether a plan says how partial results are finished; one that an older version saved does not."""
     return all(len(o.reductions) == len(o.results) for o in plan.operations if o.kind == "operation")
 
 
@@ -160,6 +160,6 @@ def _type_name(dtype: Any, shape: tuple[int, ...]) -> str:
 
 
 def _drops_weak_type(signature: str) -> bool:
-    """Tells whether an operation converts to the type that its operand has."""
+    """Returns whether an operation converts to the type that its operand has."""
     match = re.fullmatch(r"convert_element_type\((.*)\) -> (.*)", signature)
     return match is not None and match[1] == match[2]

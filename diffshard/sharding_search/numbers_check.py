@@ -222,11 +222,11 @@ class _Difference(NamedTuple):
 
     @property
     def is_large(self) -> bool:
-        """Tells whether it is more than a few roundings of the result itself."""
+        """Returns whether it is more than a few roundings of the result itself."""
         return self.distance > _ROUNDINGS * self.epsilon * self.scale
 
     def is_above(self, noise: "_Difference") -> bool:
-        """Tells whether it is also more than roundings in the function explain."""
+        """Returns whether it is also more than roundings in the function explain."""
         return self.is_large and not self.distance <= _NOISE_FACTOR * noise.distance
 
 

@@ -163,11 +163,11 @@ class Options:
         return positional_names(self.signature)
 
     def is_static_name(self, name: str) -> bool:
-        """Tells whether an argument that is given by keyword is static."""
+        """Returns whether an argument that is given by keyword is static."""
         return name in self.static_argnames or self._has_position(name, self.static_argnums)
 
     def is_donated_name(self, name: str) -> bool:
-        """Tells whether the memory of an argument that is given by keyword may be used for results."""
+        """Returns whether the memory of an argument that is given by keyword may be used for results."""
         return name in self.donate_argnames or self._has_position(name, self.donate_argnums)
 
     def _has_position(self, name: str, numbers: Sequence[int]) -> bool:
@@ -282,7 +282,7 @@ def with_automatic_axes(mesh: Mesh | AbstractMesh) -> Any:
 
 
 def has_explicit_axes(mesh: Mesh | AbstractMesh) -> bool:
-    """Tells whether some axis of a mesh is explicit, so that shardings over it are part of an array's type."""
+    """Returns whether some axis of a mesh is explicit, so that shardings over it are part of an array's type."""
     return AxisType.Explicit in (mesh.axis_types or ())
 
 

@@ -207,12 +207,12 @@ _SAMPLE = 4096
 
 
 def has_other_processes(mesh: Mesh) -> bool:
-    """Tells whether a mesh has devices of other processes."""
+    """Returns whether a mesh has devices of other processes."""
     return any(device.process_index != jax.process_index() for device in mesh.devices.flat)
 
 
 def is_global(array: Any) -> bool:
-    """Tells whether an array is over devices of several processes already."""
+    """Returns whether an array is over devices of several processes already."""
     return isinstance(array, jax.Array) and not array.is_fully_addressable
 
 

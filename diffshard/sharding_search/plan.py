@@ -247,7 +247,7 @@ class Plan(PlanData):
         return placed_arguments[0] if len(placed_arguments) == 1 else tuple(placed_arguments)
 
     def _carries(self, name: str) -> bool:
-        """Tells whether residuals go with an argument."""
+        """Returns whether residuals go with an argument."""
         return bool(self.residuals) and parameter_of(self.residuals[0]) == name
 
     def _carried(self, state: Any, residuals: Mapping[str, Any]) -> Carried:

@@ -228,7 +228,7 @@ def start_of(plan: PlanData, space: ShardingSpace) -> Start | None:
 
 
 def is_made_for(plan: PlanData, request: PlanRequest) -> bool:
-    """Tells whether an earlier plan was made for this traced function, its mesh axes and the options of its search.
+    """Returns whether an earlier plan was made for this traced function, its mesh axes and the options of its search.
 
     Names and shapes of operations do not tell functions apart: the length of a loop, for one, is in neither. So the
     digests of the functions must be equal, which plans of older versions do not have. How the plan was searched (the

@@ -200,7 +200,7 @@ def memory_advice(space: ShardingSpace, options: Options) -> str:
 
 
 def donating_helps(space: ShardingSpace) -> bool:
-    """Tells whether every plan would need less than now if the arguments that results replace were donated."""
+    """Returns whether every plan would need less than now if the arguments that results replace were donated."""
     replaced = {argument for argument in space.graph.feedback if argument is not None}
     donated = [is_donated or i in replaced for i, is_donated in enumerate(space.donated)]
     if donated == list(space.donated):

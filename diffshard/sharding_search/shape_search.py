@@ -125,7 +125,7 @@ def _with_all_values(plan: Plan, objective: PlannedObjective, shapes: OuterSearc
 
 
 def _progress(shapes: OuterSearch[Plan], tell: Progress | None, least_s: float, *, is_last: bool) -> Progress | None:
-    """Returns what the solver of one shape tells its progress to: the best cost and the least bound of all."""
+    """Returns the callback of one shape's solver, which reports the best cost and the least bound of all."""
     if tell is None:
         return None
     best_s = math.inf if shapes.best is None else shapes.best.cost

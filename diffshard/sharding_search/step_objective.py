@@ -103,7 +103,7 @@ def step_s(prediction: StepPrediction) -> float:
 
 
 def is_bound_by_links(prediction: StepPrediction) -> bool:
-    """Tells whether a step waits for its links longer than the prediction says."""
+    """Returns whether a step waits for its links longer than the prediction says."""
     return waiting_transfers(prediction) is not prediction.transfers
 
 

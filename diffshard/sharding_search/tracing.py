@@ -104,7 +104,7 @@ class TracedFunction:
 
     @property
     def is_state(self) -> list[bool]:
-        """Tells for each flat argument whether it is state; all others are batch.
+        """Returns for each flat argument whether it is state; all others are batch.
 
         State is what the function updates or may write over. Where there is neither, it is the first argument.
         """

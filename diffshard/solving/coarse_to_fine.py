@@ -69,7 +69,7 @@ class LazyMemoryLimit:
         return np.array([times[i] for i in _peaks(excess)], np.int64)
 
     def permits(self, exceeded_times: np.ndarray) -> bool:
-        """Tells whether a choice that exceeds the limit at some times keeps it at these."""
+        """Returns whether a choice that exceeds the limit at some times keeps it at these."""
         return not np.isin(exceeded_times, self._times).any()
 
     def add(self, exceeded_times: np.ndarray) -> None:
@@ -122,11 +122,11 @@ class _Run:
     tied_choices: list[tuple[np.ndarray, float]] = field(default_factory=list)
 
     def is_over(self) -> bool:
-        """Tells whether the time limit is reached."""
+        """Returns whether the time limit is reached."""
         return self.deadline.is_over()
 
     def is_good(self) -> bool:
-        """Tells whether the best choice is optimal, or a tied one near enough to the bound."""
+        """Returns whether the best choice is optimal, or a tied one near enough to the bound."""
         bound = self.best.lower_bound
         return self.best.gap() <= self.stop_gap or any(
             cost - bound <= max(TIE_GAP, self.stop_gap) * abs(cost) for _, cost in self.tied_choices

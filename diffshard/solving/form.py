@@ -36,7 +36,7 @@ class NodeForm(NamedTuple):
     given: Problem
 
     def choice_of(self, choice: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Returns what a choice `[V]` of the given problem is here, `[V + P]`; raises as `checked_choice`."""
+        """Returns a choice `[V]` of the given problem as one of this form, `[V + P]`; raises as `checked_choice`."""
         choice = checked_choice(self.given, choice)
         u, v = self.pairs.T
         return np.concatenate([choice, choice[u] * num_strategies(self.given)[v] + choice[v]])
@@ -65,12 +65,12 @@ class NodeForm(NamedTuple):
 
 
 def is_node_form(problem: Problem) -> bool:
-    """Tells whether solvers take a problem as it is."""
+    """Returns whether solvers take a problem as it is."""
     return not (len(problem.edge_load) or len(problem.amount))
 
 
 def has_few_pairs(problem: Problem) -> bool:
-    """Tells whether the edges that would become nodes have few pairs of strategies."""
+    """Returns whether the edges that would become nodes have few pairs of strategies."""
     return sum(math.prod(np.shape(problem.edge_cost[e])) for e in _adding_edges(problem).tolist()) <= _MOST_PAIRS
 
 

@@ -219,7 +219,7 @@ def _least_choice(problem: Problem) -> np.ndarray | None:
 
 
 def _rank(evaluation: Evaluation) -> tuple[bool, bool, float, float]:
-    """Returns what choices are sorted by, the best first."""
+    """Returns the key by which choices are sorted, the best first."""
     return (
         not evaluation.feasible,
         bool(is_forbidden(np.asarray(evaluation.cost))),

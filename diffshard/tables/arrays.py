@@ -153,7 +153,7 @@ def summed_rows(rows: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def pooling_weights(ids: jax.Array, weights: jax.Array | None, num_rows: int, pooling: str) -> jax.Array:
-    """Returns what each looked up row is multiplied by, `[B, P]` float32: 0 for ids that are not rows.
+    """Returns the weight of each looked up row, `[B, P]` float32: 0 for ids that are not rows.
 
     Args:
       ids: `[B, P]` integers.

@@ -93,7 +93,7 @@ class Scaled(NamedTuple):
 
 
 def scaled(arrays: StrategyArrays, scale_s: float) -> list[Scaled]:
-    """Returns what the strategies of each table add, where a load of 1 is `scale_s` seconds."""
+    """Returns the loads of each table's strategies, where a load of 1 is `scale_s` seconds."""
     loads = np.stack([arrays.forward_s, arrays.rest_s]) / scale_s
     alone = loads.max(1).sum(0)
     return [

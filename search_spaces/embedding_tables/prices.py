@@ -191,7 +191,7 @@ def _copies_s(
     on_each: np.ndarray,
     devices: TableDevices,
 ) -> np.ndarray:
-    """Returns what the updates of P pieces take because they are copies, on each device, `[D, P]`; 0 of others."""
+    """Returns the seconds that updates of P pieces take because they are copies, `[D, P]`; 0 for others."""
     seconds_on = {}
     for hardware in dict.fromkeys(devices.hardware):
         everywhere, each_host = (
@@ -205,7 +205,7 @@ def _copies_s(
 def _element_states_s(
     table: EmbeddingTable, rows: np.ndarray, columns: np.ndarray, devices: TableDevices
 ) -> np.ndarray:
-    """Returns what updates of rows of P pieces, `[P]`, take for the state of their numbers, `[D, P]`."""
+    """Returns the seconds that updates of rows of P pieces, `[P]`, take for their state, `[D, P]`."""
     state_bytes = table.update_rule.state_bytes(columns)
     return np.stack([element_state_s(rows, state_bytes, hardware) for hardware in devices.hardware])
 

@@ -147,7 +147,7 @@ class EmbeddingTableSpace:
         return decoded(self.tables, pieces, self.devices)
 
     def explain(self, choice: Sequence[int]) -> tuple[Part, ...]:
-        """Returns what each table adds to the two devices that decide: that of the longest lookups and of the rest.
+        """Returns the loads of each table on the two devices that decide: that of the longest lookups and of the rest.
 
         Raises:
           ValueError: as `decode`.

@@ -327,7 +327,7 @@ def strategy_prices(table: EmbeddingTable, kinds: Sequence[StrategyKind], device
 
 
 def _spread(prices: np.ndarray, groups: np.ndarray, hardware_of: np.ndarray) -> np.ndarray:
-    """Returns what each device pays, `[G, D]`, from what each index of a group pays, `[H, D]`.
+    """Returns the price on each device, `[G, D]`, from the price on each index of a group, `[H, D]`.
 
     A device that is in no group pays what the last index does; where groups have all devices, there is none.
     """

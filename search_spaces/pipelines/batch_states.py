@@ -169,7 +169,7 @@ class BatchFlow:
 
 
 def combine_of(vertex: Vertex) -> Partial:
-    """Returns what combines the results of micro-batches; raises `DivisionError` if that is something else."""
+    """Returns the operation that combines results of micro-batches; raises `DivisionError` if it is another one."""
     combine = combiner(vertex)
     if combine not in ("sum", "max", "min"):
         raise DivisionError(f"{named(vertex)} combines its parts in a way of its own.")
@@ -353,7 +353,7 @@ def step_order(graph: Graph, flow: BatchFlow) -> StepOrder:
 
 
 def operands_of(step: Step) -> Iterator[Operand]:
-    """Returns what a step reads, and what is read inside of a region at any depth."""
+    """Returns the values that a step reads, and those read inside of a region at any depth."""
     yield from step.operands
     if isinstance(step, Region):
         for inner in _steps_inside(step):

@@ -210,7 +210,7 @@ def flattened(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
 
 def _is_cheap(equation: core.JaxprEqn) -> bool:
-    """Tells whether the second part runs an equation of the first one again, rather than keep its result for it."""
+    """Returns whether the second part runs an equation of the first one again, rather than keep its result for it."""
     read = sum(num_bytes(v.aval) for v in equation.invars if isinstance(v, core.Var))
     return equation.primitive.name in _MOVEMENT and read <= sum(num_bytes(v.aval) for v in equation.outvars)
 
@@ -228,7 +228,7 @@ _BETWEEN = "between"
 
 
 def is_between(key: Key) -> bool:
-    """Tells whether an array is what the first half of a backward program leaves for the second one."""
+    """Returns whether an array is what the first half of a backward program leaves for the second one."""
     return isinstance(key, tuple) and key[0] == _BETWEEN
 
 

@@ -98,7 +98,7 @@ class GroupedProgram:
         self.num_groups, self.num_microbatches = num_groups, num_microbatches
 
     def __call__(self, *arrays: Any) -> list[Any]:
-        """Returns what the program makes, with the groups along the first dimension."""
+        """Returns the program's results, with the groups along the first dimension."""
         number = dict(zip(self.reads, arrays, strict=True)).get(NUMBER)
 
         def of_group(group: Any, *own: Any) -> list[Any]:

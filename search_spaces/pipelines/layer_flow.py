@@ -135,7 +135,7 @@ class _Tracer:
         return None
 
     def flow(self, whole_arguments: Collection[int]) -> tuple[LayerFlow, set[int]]:
-        """Returns what runs in parts if some arguments stay whole, and the arguments that must."""
+        """Returns the steps that run in parts if some arguments stay whole, and the arguments that must."""
         flow = LayerFlow(self.length, self.scans)
         origins: dict[core.Var, frozenset[int]] = {}  # the arguments that something is made of, part by part
         backward: set[core.Var] = set()

@@ -195,7 +195,7 @@ class MicrobatchedFunction:
         return jnp.moveaxis(parts, 2, 1).reshape(self.num_microbatches, in_part, *array.shape[1:])
 
     def _interpreter(self, position: Any, totals: Mapping[int, Any] | None = None) -> "_Interpreter":
-        """Returns what runs steps: of a micro-batch with the totals that are known, None for steps that run once."""
+        """Returns a runner of steps: of a micro-batch with the totals that are known, None for steps that run once."""
         blocks = MicrobatchBlocks(("microbatch",), (self.num_microbatches,), position, self.num_groups)
         return _Interpreter(self.graph, self.layout, _Parts(self.layout, self.flow, blocks, totals))
 
@@ -337,7 +337,7 @@ class _Interpreter(GraphInterpreter):
         return self._crossing(vertex, position, super()._operand(env, vertex, position))
 
     def _crossing(self, vertex: Vertex, position: int, array: Any) -> Any:
-        """Returns what goes into a loop, or from one trip to the next."""
+        """Returns an array as it goes into a loop, or from one trip to the next."""
         array = self.arrays.read_part(vertex, position, array)
         is_masked = position in self.arrays.flow.masked.get(vertex.index, ())
         return self.arrays.counted_once(array) if is_masked else array
@@ -365,7 +365,7 @@ def combined_with(state: State, total: Any, part: Any) -> Any:
 
 
 def neutral(state: State, shape: Sequence[int], dtype: Any) -> Any:
-    """Returns what parts are combined with at first; sums of short floats are kept in float32."""
+    """Returns the initial value with which parts are combined; sums of short floats are kept in float32."""
     dtype = jnp.dtype(dtype)
     if state == "sum":
         is_short = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4

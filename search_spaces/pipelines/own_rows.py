@@ -171,7 +171,7 @@ class _Level:
 
 
 def _inner_change(equation: core.JaxprEqn) -> Callable[[Sequence[Any]], Sequence[Any]] | None:
-    """Returns what binds a scan or a rematerialised region with its changed jaxpr; None if that is the same."""
+    """Returns a function that binds a scan or region with its changed jaxpr; None if that is the same."""
     inner = equation.params["jaxpr"]
     is_closed = isinstance(inner, core.ClosedJaxpr)
     closed = inner if is_closed else core.ClosedJaxpr(inner, ())

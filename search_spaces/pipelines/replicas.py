@@ -119,7 +119,7 @@ def replica_specs(specs: Mapping[Key, Any], staged: StagedStep, replica: int) ->
 
 
 def _combined_sums(staged: StagedStep) -> dict[Key, tuple[Label, Accumulation]]:
-    """Returns what the replicas make together, by its key; what all micro-batches make alike the main one has."""
+    """Returns the results of all replicas together, by key; those equal for all micro-batches are the main one's."""
     return {
         a.total: (label, a)
         for label, program in staged.programs.items()

@@ -382,7 +382,7 @@ class LabelledStep:
 
 
 def _contracts(equation: core.JaxprEqn) -> bool:
-    """Tells whether an equation contracts arrays, itself or inside, as a scan over layers does."""
+    """Returns whether an equation contracts arrays, itself or inside, as a scan over layers does."""
     if equation.primitive.name in CONTRACTIONS:
         return True
     return any(_contracts(e) for jaxpr in core.jaxprs_in_params(equation.params) for e in jaxpr.eqns)

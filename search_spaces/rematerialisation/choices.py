@@ -151,7 +151,7 @@ class Choices:
         return self.candidate(frozenset(k for k in keys if step_node[k] in reached))
 
     def candidate(self, recomputed: frozenset[int]) -> RematChoice:
-        """Returns what a choice costs; steps whose results the backward pass does not need are left out."""
+        """Returns the cost of a choice; steps whose results the backward pass does not need are left out."""
         needed, runs, kept = list(self.needed), set(), set()
         seen = set(needed)
         while needed:

@@ -77,7 +77,7 @@ def _coded_sum(path: Paths, value: Value, steps: Sequence[ReshardStep], precisio
 
 
 def can_be_coded(vertex: Vertex, strategy: ShardingStrategy, name: str, axis_sizes: tuple[int, ...]) -> bool:
-    """Tells whether a strategy leaves partial sums in blocks without padding, whose numbers would spoil the scales.
+    """Returns whether a strategy leaves partial sums in blocks without padding, whose numbers would spoil the scales.
 
     With error feedback they are finished by collectives of one kind, so that there is one residual.
     """

@@ -22,7 +22,7 @@ _SUMS = {*CONTRACTIONS, "scatter-add"}
 
 
 def has_feedback(name: str) -> bool:
-    """Tells whether what a format of sums loses is added in the next step; "" has nothing to lose."""
+    """Returns whether what a format of sums loses is added in the next step; "" has nothing to lose."""
     return name.endswith(FEEDBACK)
 
 
@@ -32,7 +32,7 @@ def precision_of(name: str) -> Precision:
 
 
 def sums_in(vertex: Vertex, name: str) -> bool:
-    """Tells whether an operation has partial sums of more bits than a format, as which they can be sent.
+    """Returns whether an operation has partial sums of more bits than a format, as which they can be sent.
 
     With error feedback they have to be there in each step: not in a branch, or in a loop of unknown length.
     """
@@ -43,7 +43,7 @@ def sums_in(vertex: Vertex, name: str) -> bool:
 
 
 def is_narrower(name: str, dtype: jnp.dtype) -> bool:
-    """Tells whether a type is of floating-point numbers that have more bits than a format."""
+    """Returns whether a type is of floating-point numbers that have more bits than a format."""
     return bool(jnp.issubdtype(dtype, jnp.floating)) and FORMATS[name].bits < 8 * dtype.itemsize
 
 

@@ -42,12 +42,12 @@ def shape_of(aval: Any) -> tuple[int, ...]:
 
 
 def is_higher_order(equation: JaxprEqn) -> bool:
-    """Tells whether an equation is a loop, call, conditional or custom derivative, whose insides the graph has."""
+    """Returns whether an equation is a loop, call, conditional or custom derivative, whose insides the graph has."""
     return equation.primitive.name in _HIGHER_ORDER
 
 
 def reduction_adds(equation: JaxprEqn) -> bool:
-    """Tells whether partial results of an equation are to be added, so that they may be reduce-scattered.
+    """Returns whether partial results of an equation are to be added, so that they may be reduce-scattered.
 
     A gather from a sharded dimension counts: each device contributes the rows it holds and zeros elsewhere.
     """

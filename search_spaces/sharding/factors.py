@@ -273,7 +273,7 @@ def _aligned_dimensions(arrays: Sequence[Operand]) -> Iterator[list[Dimension]]:
 
 @lru_cache(maxsize=500_000)
 def in_order(spec: IndexedSpec, kinds: tuple[int, ...], alike: tuple[tuple[int, ...], ...]) -> bool:
-    """Tells whether a spec is the one that stands for all its copies with alike axes swapped.
+    """Returns whether a spec is the one that stands for all its copies with alike axes swapped.
 
     Of axes that are alike, each dimension takes neighbouring ones, and the first kind of dimension the first ones.
 

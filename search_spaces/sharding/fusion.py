@@ -83,7 +83,7 @@ class Fusion:
                 self._visit(vertex, outputs)
 
     def runs_with(self, vertex: Vertex, other: Vertex) -> bool:
-        """Tells whether two vertices run in the same trip of a loop, the same branch and the same remat region."""
+        """Returns whether two vertices run in the same trip of a loop, the same branch and the same remat region."""
         return self._region_of.get(vertex.index) == self._region_of.get(other.index)
 
     def _visit(self, vertex: Vertex, outputs: set[int]) -> None:
@@ -102,7 +102,7 @@ class Fusion:
             self.kernels_with[vertex.index].discard(vertex.index)
 
     def _fuses(self, vertex: Vertex, value: Value, kernels: set[Kernel]) -> bool:
-        """Tells whether a value is computed in each of these kernels, which read it."""
+        """Returns whether a value is computed in each of these kernels, which read it."""
         operands = value_ids(vertex)
         for reader, operand in self.consumers[value.id]:
             if not self._takes(reader, operand, vertex):
@@ -118,7 +118,7 @@ class Fusion:
         return sum(source_bytes[i] for k in kernels for i in operands - self.reads_of[k]) <= apart
 
     def _takes(self, reader: Vertex, operand: int, vertex: Vertex) -> bool:
-        """Tells whether the kernels of a reader can compute a vertex whose result is the reader's operand."""
+        """Returns whether the kernels of a reader can compute a vertex whose result is the reader's operand."""
         if reader.kind != "operation" or (value_ids(vertex) and not self._reaches(reader, vertex)):
             return False
         if not self.is_fusible[reader.index]:
@@ -134,7 +134,7 @@ class Fusion:
         return self.is_fusible[root.index] or root.primitive.startswith(REDUCTIONS)
 
     def _reaches(self, reader: Vertex, vertex: Vertex) -> bool:
-        """Tells whether no border of a loop, branch or remat region keeps a vertex out of its reader's kernels.
+        """Returns whether no border of a loop, branch or remat region keeps a vertex out of its reader's kernels.
 
         What a remat region reads has to exist; what it makes can be computed by readers outside.
         """
@@ -162,7 +162,7 @@ def value_ids(vertex: Vertex) -> set[int]:
 
 
 def moves_elements(vertex: Vertex) -> bool:
-    """Tells whether a vertex is a transposition that changes the order in memory; dimensions of one element do not."""
+    """Returns whether a vertex is a transposition that changes the order in memory; those of size 1 do not."""
     if vertex.primitive != "transpose" or vertex.equation is None or not isinstance(vertex.operands[0], Value):
         return False
     shape = vertex.operands[0].shape
@@ -171,12 +171,12 @@ def moves_elements(vertex: Vertex) -> bool:
 
 
 def _is_update(vertex: Vertex) -> bool:
-    """Tells whether a vertex writes a part of its first operand, in place; for one index the rule does not say so."""
+    """Returns whether a vertex writes a part of its first operand, in place; for one index the rule does not say so."""
     return vertex.primitive.startswith("scatter") or vertex.primitive == "dynamic_update_slice"
 
 
 def _is_fusible(vertex: Vertex, rule: Rule | None) -> bool:
-    """Tells whether each element of the results is made of one element of each operand, in any layout."""
+    """Returns whether each element of the results is made of one element of each operand, in any layout."""
     if vertex.kind != "operation" or vertex.equation is None or vertex.equation.effects:
         return False
     if vertex.primitive in _ALSO_FUSIBLE:
@@ -224,7 +224,7 @@ IN_PLACE = ("scatter", "dynamic_update_slice")
 
 
 def is_pointwise(vertex: Vertex, rule: Rule | None) -> bool:
-    """Tells whether each element of the result is made of one element of each operand, in any layout.
+    """Returns whether each element of the result is made of one element of each operand, in any layout.
 
     A dimension of one element may be broadcast.
     """
@@ -252,7 +252,7 @@ class Fusing:
         self.views_in_products: set[int] = set()
 
     def fuses(self, vertex: Vertex, readers: Sequence[Vertex]) -> bool:
-        """Tells whether a vertex is computed inside each of its readers; a loop reads what is before it from memory."""
+        """Returns whether a vertex is computed inside each of its readers; a loop reads its inputs from memory."""
         if not self.pointwise[vertex.index]:
             return False
         assert vertex.equation is not None
@@ -292,7 +292,7 @@ class Fusing:
                     break
 
     def _is_looked_up(self, value: Value, is_written: np.ndarray) -> bool:
-        """Tells whether elements are looked up in a value for results alone, which a compiler may put off.
+        """Returns whether elements are looked up in a value for results alone, which a compiler may put off.
 
         Such are the logits of labels, which only the loss needs.
         """

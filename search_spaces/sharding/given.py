@@ -37,12 +37,12 @@ def dimensions_of(
 
 
 def fits(spec: IndexedSpec, given: GivenSpec) -> bool:
-    """Tells whether a spec agrees with the given one in every dimension that is not free."""
+    """Returns whether a spec agrees with the given one in every dimension that is not free."""
     return all(given_axes is None or tuple(given_axes) == axes for axes, given_axes in zip(spec, given, strict=True))
 
 
 def is_constrained(vertex: Vertex) -> bool:
-    """Tells whether the function itself says how an operation is sharded: a sharding constraint or a `shard_map`."""
+    """Returns whether the function itself says how an operation is sharded: a sharding constraint or a `shard_map`."""
     return _primitive(vertex) in ("shard_map", "sharding_constraint")
 
 
@@ -199,7 +199,7 @@ def carried_spec(leaf: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec | None:
 
 
 def _is_same(one: Mesh | AbstractMesh, other: Mesh | AbstractMesh) -> bool:
-    """Tells whether two meshes have the same axes and, where both have devices, the same ones."""
+    """Returns whether two meshes have the same axes and, where both have devices, the same ones."""
     if list(one.shape.items()) != list(other.shape.items()):
         return False
     return not (isinstance(one, Mesh) and isinstance(other, Mesh)) or one.devices.tolist() == other.devices.tolist()
@@ -244,7 +244,7 @@ def without_context_mesh(jaxpr: core.ClosedJaxpr, mesh: Mesh | AbstractMesh) -> 
 
 
 def has_reshards(jaxpr: Any) -> bool:
-    """Tells whether a jaxpr, or one inside it, has a `jax.sharding.reshard` of an array that could be split."""
+    """Returns whether a jaxpr, or one inside it, has a `jax.sharding.reshard` of an array that could be split."""
     reshards = (equation for equation in _equations(jaxpr) if equation.primitive.name == "reshard")
     return any(_rank(equation.outvars[0]) for equation in reshards)
 
@@ -254,7 +254,7 @@ def _rank(variable: Any) -> int:
 
 
 def has_constraints(jaxpr: Any) -> bool:
-    """Tells whether a jaxpr, or one inside it, says how an array is split, such as on a context mesh."""
+    """Returns whether a jaxpr, or one inside it, says how an array is split, such as on a context mesh."""
     return any(e.primitive.name in ("sharding_constraint", "shard_map") for e in _equations(jaxpr))
 
 

@@ -206,7 +206,7 @@ class Graph:
 
 
 def copies_over_host_link(vertex: Vertex) -> bool:
-    """Tells whether an operation copies an array from the device's memory to the host's, or back."""
+    """Returns whether an operation copies an array from the device's memory to the host's, or back."""
     if vertex.primitive != "device_put":
         return False
     pairs = zip(vertex.operands, vertex.results, strict=True)
@@ -214,7 +214,7 @@ def copies_over_host_link(vertex: Vertex) -> bool:
 
 
 def is_contraction(vertex: Vertex) -> bool:
-    """Tells whether a vertex is a product of matrices or a convolution."""
+    """Returns whether a vertex is a product of matrices or a convolution."""
     return vertex.primitive in CONTRACTIONS
 
 

@@ -103,7 +103,7 @@ class Residuals:
         return positions
 
     def _is_again(self, vertex: Vertex) -> bool:
-        """Tells whether an operation of the forward pass is computed inside its readers."""
+        """Returns whether an operation of the forward pass is computed inside its readers."""
         return len(vertex.results) == 1 and not self.lifetimes.is_written[vertex.results[0].id]
 
     def late_reads(self, kept: Mapping[int, str]) -> LateReads:

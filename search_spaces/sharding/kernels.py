@@ -131,7 +131,7 @@ class _MergedKernels:
         return self.group_of.get(vertex.index)
 
     def _fits(self, root: Vertex, loop: tuple[int, tuple[int, ...] | None], group: int) -> bool:
-        """Tells whether a kernel runs over the elements that a group runs over, and reduces the same dimensions."""
+        """Returns whether a kernel runs over the elements that a group runs over, and reduces the same dimensions."""
         first = self.graph.vertices[self.members[group][0]]
         if not (self._can_merge(first) and self._can_merge(root) and self.fusion.runs_with(first, root)):
             return False
@@ -142,7 +142,7 @@ class _MergedKernels:
         return self.fusion.is_fusible[root.index] or root.primitive.startswith(REDUCTIONS)
 
     def _can_join(self, makers: dict[int, int], group: int) -> bool:
-        """Tells whether what a kernel reads is there when the group runs, or is made element by element in it."""
+        """Returns whether what a kernel reads is there when the group runs, or is made element by element in it."""
         for i, maker in makers.items():
             vertex = self.graph.values[i].vertex
             if maker == group and not (vertex in self.group_of and self.fusion.is_fusible[vertex]):
@@ -262,7 +262,7 @@ def copies_of(vertex: Vertex, graph: Graph, is_written: np.ndarray) -> list[floa
 
 
 def _is_rearranged(vertex: Vertex, number: int, graph: Graph, is_written: np.ndarray) -> bool:
-    """Tells whether an operand is another product's result that does not consist of the matrices that this one reads.
+    """Returns whether an operand is another product's result that does not consist of the matrices that this one reads.
 
     Matrices are the contracted dimensions side by side and the others side by side, in either order, behind the batch
     dimensions. What an elementwise kernel makes is written in the order in which it is wanted.

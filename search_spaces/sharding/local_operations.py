@@ -285,7 +285,7 @@ def _scatter(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
 def _rows_here(
     call: LocalCall, indices: Any, block_shape: Sequence[int], looked_up: Sequence[tuple[int, int]], mode: Any
 ) -> tuple[Any, Any, Any]:
-    """Tells which indices are of rows of this block, which of the whole table, and gives those within the block."""
+    """Returns which indices are of rows of this block, which of the whole table, and gives those within the block."""
     has_row = in_table = jnp.ones(indices.shape[:-1], jnp.bool)
     for k, d in looked_up:
         index, size = indices[..., k], call.operand_shape(0)[d]

@@ -13,7 +13,7 @@ from jax import lax
 
 
 def ragged_contraction(numbers: lax.RaggedDotDimensionNumbers) -> bool:
-    """Tells whether a ragged product contracts the rows of each group, so that its first dimension has the groups."""
+    """Returns whether a ragged product contracts the rows of each group, so that its first dimension has the groups."""
     return set(numbers.lhs_ragged_dimensions) <= set(numbers.dot_dimension_numbers[0][0])
 
 

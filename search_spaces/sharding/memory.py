@@ -91,7 +91,7 @@ def lifetimes_of(graph: Graph, rules: Sequence[Rule | None], donated: Sequence[b
 
 
 def _needed(graph: Graph) -> list[bool]:
-    """Tells for each vertex whether a result or an effect depends on it; a compiler removes the other operations.
+    """Returns for each vertex whether a result or an effect depends on it; a compiler removes the other operations.
 
     Derivatives leave such operations behind, above all in rematerialised bodies.
     """
@@ -239,7 +239,7 @@ def _kept_shares(value: Value, strategies: Sequence[ShardingStrategy]) -> list[f
 
 
 def _is_gathered(strategy: ShardingStrategy, result: int) -> bool:
-    """Tells whether an array is stored beside its gathered copy."""
+    """Returns whether an array is stored beside its gathered copy."""
     return any(step.kind == "all_gather" for step in strategy.reductions[result])
 
 
@@ -278,7 +278,7 @@ def share_memory(graph: Graph, is_written: np.ndarray, interval: np.ndarray, las
 
 
 def has_one_trip(vertex: Vertex) -> bool:
-    """Tells whether the loop of a vertex is a scan with one trip."""
+    """Returns whether the loop of a vertex is a scan with one trip."""
     return vertex.equation is not None and vertex.equation.params.get("length") == 1
 
 

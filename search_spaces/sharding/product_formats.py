@@ -70,7 +70,7 @@ FORMATS = {
 
 
 def takes_formats(vertex: Vertex) -> bool:
-    """Tells whether an operation is a product of floating-point arrays of more than 8 bits."""
+    """Returns whether an operation is a product of floating-point arrays of more than 8 bits."""
     return vertex.primitive == "dot_general" and all(
         isinstance(operand, Value) and jnp.issubdtype(operand.dtype, jnp.floating) and operand.dtype.itemsize > 1
         for operand in vertex.operands
@@ -78,7 +78,7 @@ def takes_formats(vertex: Vertex) -> bool:
 
 
 def takes(vertex: Vertex, name: str) -> bool:
-    """Tells whether an operation is a product that can be in a format.
+    """Returns whether an operation is a product that can be in a format.
 
     One of blocks contracts whole blocks. One with delayed scales runs in each step: not in a branch, or in a loop of
     unknown length.
@@ -90,7 +90,7 @@ def takes(vertex: Vertex, name: str) -> bool:
 
 
 def has_whole_blocks(vertex: Vertex, num_parts: int = 1) -> bool:
-    """Tells whether a product contracts whole blocks if the dimension that they lie along is split into equal parts."""
+    """Returns whether a product contracts whole blocks if the dimension that they lie along is split evenly."""
     dims, operand = contracted(vertex, 0), vertex.operands[0]
     assert isinstance(operand, Value)
     return bool(dims) and operand.shape[dims[-1]] % (BLOCK * num_parts) == 0
@@ -103,7 +103,7 @@ def contracted(vertex: Vertex, position: int) -> tuple[int, ...]:
 
 
 def is_backward(vertex: Vertex) -> bool:
-    """Tells whether JAX made an operation by transposing another; what a region computes again is not of them."""
+    """Returns whether JAX made an operation by transposing another; what a region computes again is not of them."""
     return "transpose(" in vertex.scope and "rematted_computation" not in vertex.scope
 
 

@@ -183,7 +183,7 @@ def shared_message(spec: IndexedSpec, name: str) -> Message:
 
 
 def is_message_coded(path: Any, layout: Layout, vertex: Vertex, position: int) -> bool:
-    """Tells whether an operand of a vertex is rounded before it is moved to it; `path` is a `Paths` if any is."""
+    """Returns whether an operand of a vertex is rounded before it is moved to it; `path` is a `Paths` if any is."""
     strategy, operand = layout.strategies[vertex.index], vertex.operands[position]
     if not strategy.format or not isinstance(operand, Value):
         return False

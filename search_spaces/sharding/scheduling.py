@@ -262,7 +262,7 @@ class _LineScheduler:
                 self.barriers[window + 1].values.append(form)
 
     def _would_be_put_off(self, vertex: Vertex, value: Value, border: int) -> bool:
-        """Tells whether XLA may compute a value windows after its operands, which would stay in memory until then."""
+        """Returns whether XLA may compute a value windows after its operands, which would stay in memory until then."""
         is_candidate = self.follows_contraction[vertex.index] and self.is_written[value.id]
         waits = vertex.index in self.schedule.late_operations  # for a reduction, whose end is planned
         return bool(is_candidate and not waits and self._late(value, border) is not None)

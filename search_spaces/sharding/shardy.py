@@ -58,7 +58,7 @@ def operation_rules(equations: Sequence[JaxprEqn]) -> list[Rule | None]:
 
 
 def _is_kept(equation: JaxprEqn) -> bool:
-    """Tells whether a rule is kept: not where parameters hold a user's functions, and with them arrays of closures."""
+    """Returns whether a rule is cached: not where parameters hold a user's functions, and so arrays of closures."""
     return equation.primitive.name not in OPAQUE and not is_higher_order(equation)
 
 
@@ -263,7 +263,7 @@ def _rule_without_shardy(operation: Any) -> Rule:
 
 
 def _may_stay_partial(operation: Any, reaches_return: dict[Any, bool]) -> bool:
-    """Tells whether all partial results of an operation reach the function's end, and keep their shape on the way.
+    """Returns whether all partial results of an operation reach the function's end, and keep their shape on the way.
 
     A reduction that is used up inside (a mean that is subtracted, an index found by comparing values) would need its
     own all-reduce in between, which a rule cannot say.

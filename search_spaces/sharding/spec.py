@@ -37,7 +37,7 @@ def local_bytes(value: Value, spec: IndexedSpec, axis_sizes: tuple[int, ...]) ->
 
 
 def divides(spec: IndexedSpec, shape: Sequence[int], axis_sizes: tuple[int, ...]) -> bool:
-    """Tells whether every dimension is a multiple of the number of its parts; an empty one has a single part."""
+    """Returns whether every dimension is a multiple of the number of its parts; an empty one has a single part."""
     return all(
         n % parts == 0 and (n > 0 or parts == 1) for n, parts in zip(shape, parts_of(spec, axis_sizes), strict=True)
     )
@@ -48,7 +48,7 @@ MOST_PADDING = 0.02
 
 
 def may_split(size: int, axes: Sequence[int], axis_sizes: Sequence[int]) -> bool:
-    """Tells whether axes may split a dimension within a function: evenly, or by a longest axis with little padding.
+    """Returns whether axes may split a dimension within a function: evenly, or by a longest axis with little padding.
 
     JAX refuses arguments and results whose dimensions do not divide (`IndivisibleError`), but takes constraints on what
     lies between, which XLA pads: a vocabulary of 50,257 over 8 devices becomes 8 parts of 6,283. Measured on 0.10.2 and
@@ -66,7 +66,7 @@ def may_split(size: int, axes: Sequence[int], axis_sizes: Sequence[int]) -> bool
 
 
 def divides_or_pads(spec: IndexedSpec, shape: Sequence[int], axis_sizes: tuple[int, ...]) -> bool:
-    """Tells whether axes may split every dimension as they do (see `may_split`)."""
+    """Returns whether axes may split every dimension as they do (see `may_split`)."""
     return all(may_split(n, axes, axis_sizes) for n, axes in zip(shape, spec, strict=True))
 
 

@@ -213,7 +213,7 @@ class Computing(NamedTuple):
 
 
 def is_product(vertex: Vertex) -> bool:
-    """Tells whether an operation counts as a product: what a step spends its arithmetic on."""
+    """Returns whether an operation counts as a product: what a step spends its arithmetic on."""
     return is_contraction(vertex) or opaque_of(vertex) is not None
 
 

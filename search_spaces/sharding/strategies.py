@@ -91,7 +91,7 @@ def _replaced(entries: tuple[_T, ...], indices: Sequence[int], entry: _T) -> tup
 
 
 def _may_split(rule: Rule, factor: int, axes: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    """Tells whether axes divide a factor, or may pad the dimensions that consist of it alone."""
+    """Returns whether axes divide a factor, or may pad the dimensions that consist of it alone."""
     if rule.sizes[factor] % prod(sizes[a] for a in axes) == 0:
         return True
     dims = [factors for array in (*rule.operands, *rule.results) for factors in array if factor in factors]

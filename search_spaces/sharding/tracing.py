@@ -248,7 +248,7 @@ def _solve_operands(equation: core.JaxprEqn, operands: list[Operand]) -> list[Op
 def feedback_of(
     outputs: Any, arguments: Sequence[Any], flatten: Callable[[Any], tuple[Sequence[Any], Any]] = jax.tree.flatten
 ) -> list[int | None]:
-    """Tells which argument each flat result replaces in the next call: an equal pytree of equal shapes, used only once.
+    """Returns which argument each flat result replaces in the next call: an equal pytree of equal shapes, used once.
 
     Args:
       outputs: the function's result as a pytree of things with a shape and a dtype.
@@ -340,7 +340,7 @@ class Implementations:
 
 
 def _is_of_jax(primitive: core.Primitive) -> bool:
-    """Tells whether a primitive is implemented in JAX's own modules, or nowhere."""
+    """Returns whether a primitive is implemented in JAX's own modules, or nowhere."""
     implementation = getattr(primitive.impl, "func", primitive.impl)
     return (getattr(implementation, "__module__", None) or "jax").split(".")[0] in ("jax", "jaxlib")
 

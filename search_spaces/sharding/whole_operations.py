@@ -65,7 +65,7 @@ def impossible_operations(graph: Graph) -> list[Vertex]:
 
 
 def runs_whole(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
-    """Tells whether an operation has no form on blocks with a strategy, and so runs whole on every device."""
+    """Returns whether an operation has no form on blocks with a strategy, and so runs whole on every device."""
     specs = (*strategy.operands, *strategy.unreduced)
     if not any(axes for spec in specs for axes in spec):
         return False
@@ -85,7 +85,7 @@ _Condition = Callable[[Vertex, ShardingStrategy, tuple[int, ...]], bool]
 
 
 def _windows_are_whole(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
-    """Tells whether no split dimension has a window or padding."""
+    """Returns whether no split dimension has a window or padding."""
     del axis_sizes
     assert vertex.equation is not None
     params, spec = vertex.equation.params, strategy.operands[0]
@@ -95,7 +95,7 @@ def _windows_are_whole(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: t
 
 
 def _groups_are_whole(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
-    """Tells whether each group of a convolution is on one device, or contracts the same part on each of some devices.
+    """Returns whether each group of a convolution is on one device, or contracts the same part on each of some devices.
 
     The groups are the major part of the features of both operands (`feature_group_count`), or of the batch of the first
     and the features that the second makes (`batch_group_count`); there a block has some of the groups.
@@ -115,7 +115,7 @@ def _groups_are_whole(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tu
 
 
 def _groups_start_alike(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
-    """Tells whether a ragged product is even, and makes all groups or has one vector of their sizes for all rows."""
+    """Returns whether a ragged product is even, and makes all groups or has one vector of their sizes for all rows."""
     assert vertex.equation is not None
     numbers, sizes = vertex.equation.params["ragged_dot_dimension_numbers"], strategy.operands[2]
     splits_groups = ragged_contraction(numbers) and any(strategy.unreduced[0][:1])
@@ -123,7 +123,7 @@ def _groups_start_alike(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: 
 
 
 def _is_even(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
-    """Tells whether no block is padded."""
+    """Returns whether no block is padded."""
     arrays = (*vertex.operands, *vertex.results)
     return all(
         size % parts == 0
@@ -134,7 +134,7 @@ def _is_even(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, 
 
 
 def _gathers_rows(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
-    """Tells whether a table's split dimensions are looked up by row, taken whole, or go along with the indices."""
+    """Returns whether a table's split dimensions are looked up by row, taken whole, or go along with the indices."""
     del axis_sizes
     assert vertex.equation is not None
     numbers, sizes = vertex.equation.params["dimension_numbers"], vertex.equation.params["slice_sizes"]
@@ -150,7 +150,7 @@ def _gathers_rows(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[
 
 
 def _scatters_rows(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
-    """Tells whether split dimensions are updated by row, as a whole, or go along with the indices."""
+    """Returns whether split dimensions are updated by row, as a whole, or go along with the indices."""
     del axis_sizes
     assert vertex.equation is not None
     numbers = vertex.equation.params["dimension_numbers"]
@@ -165,7 +165,7 @@ def _scatters_rows(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple
 
 
 def _counts_its_bits(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
-    """Tells whether random bits are those of threefry keys, and each has a counter below 2^32 of its own."""
+    """Returns whether random bits are those of threefry keys, and each has a counter below 2^32 of its own."""
     del strategy, axis_sizes
     assert vertex.equation is not None
     (key,), shape = vertex.operands, vertex.equation.params["shape"]
@@ -189,7 +189,7 @@ _CONDITIONS: dict[str, _Condition] = {
 
 
 def is_partitioned_wrongly(vertex: Vertex, strategy: ShardingStrategy) -> bool:
-    """Tells whether XLA's partitioner computes an operation wrongly with a strategy that it is told by constraints.
+    """Returns whether XLA's partitioner computes an operation wrongly with a strategy that it is told by constraints.
 
     Such a product contracts over several mesh axes. Some of them split a batch dimension of the result, which others
     split already, and some split nothing of the result.

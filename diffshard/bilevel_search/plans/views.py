@@ -89,7 +89,7 @@ def chosen_and_exact_bytes(node: NodePlan) -> tuple[float, float]:
 
 
 def is_shown_node(node: NodePlan) -> bool:
-    """Tells whether a node sends something or was decided; groups of sites that never run do neither."""
+    """Returns whether a node sends something or was decided; groups of sites that never run do neither."""
     return node.strategy != node.exact_strategy or any(map(is_shown, chosen_and_exact_bytes(node)))
 
 

@@ -68,7 +68,7 @@ class Drawing(NamedTuple):
 
 
 def boxes_of_one_step(plan: PipelinePlanData, exchange: Exchange, seconds: float) -> Drawing:
-    """Returns what the stages of a replica do in a step, and what they wait for.
+    """Returns the operations and the waits of a replica's stages in a step.
 
     Args:
       plan: of the replica.
@@ -109,12 +109,12 @@ def boxes_of_one_step(plan: PipelinePlanData, exchange: Exchange, seconds: float
 
 
 def _mark(device: Sequence[int], stage: int) -> str:
-    """Returns what tells the micro-batches of a device's stages apart: nothing for the first stage, then ' and ''."""
+    """Returns the mark of a stage's micro-batches: none for the first stage of a device, then ' and ''."""
     return "'" * list(device[:stage]).count(device[stage])
 
 
 def boxes_of_many_steps(plan: PipelinePlanData) -> Drawing:
-    """Returns what stages do from the first operation of a step to its last one, also for the steps beside it."""
+    """Returns the operations of stages between the first and the last of a step, those of other steps included."""
     steps, count = simulated_steps(plan), plan.num_microbatches
     graph, number = steps.graph, steps.graph.microbatch // count
     ends_s = np.array([stage.end_s for stage in plan.stages])

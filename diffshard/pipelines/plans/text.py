@@ -74,7 +74,7 @@ def format_pipeline_in_line(plan: PipelinePlanData) -> str:
 
 
 def pipeline_headline(plan: PipelinePlanData) -> str:
-    """Returns what a plan is of: `train_step: 3 stages on 6 of 8 devices, 2 hosts of 4 x H100-80GB`."""
+    """Returns the title of a plan: `train_step: 3 stages on 6 of 8 devices, 2 hosts of 4 x H100-80GB`."""
     used = len({device for stage in plan.all_stages for device in stage.devices})
     devices = format_count(plan.num_devices, "device")
     devices = devices if used == plan.num_devices else f"{used} of {devices}"
@@ -141,7 +141,7 @@ def reduction_words(plan: PipelinePlanData) -> str:
 
 
 def recomputed_words(stage: PlannedStage) -> str:
-    """Returns what a stage makes again: `120 operations, for 96.0 MiB of each micro-batch`; empty for nothing."""
+    """Describes what a stage computes again: `120 operations, for 96.0 MiB of each micro-batch`; empty for nothing."""
     if not stage.recomputed_operations:
         return ""
     operations = format_count(stage.recomputed_operations, "operation")
@@ -149,7 +149,7 @@ def recomputed_words(stage: PlannedStage) -> str:
 
 
 def offloaded_words(stage: PlannedStage) -> str:
-    """Returns what a stage offloads: `4 of 14 arrays, 96.0 MiB of each micro-batch on a device; ...`; or nothing."""
+    """Describes what a stage offloads: `4 of 14 arrays, 96.0 MiB of each micro-batch on a device; ...`; or nothing."""
     if not stage.num_offloaded:
         return ""
     arrays = f"{stage.num_offloaded} of {format_count(stage.num_residuals, 'array')}"

@@ -61,7 +61,7 @@ def initial_prices(csr: CSRProblem) -> Prices:
 
 
 def is_coupled(csr: CSRProblem) -> bool:
-    """Tells whether anything joins all nodes and so has prices: memory that can run out, or loads."""
+    """Returns whether anything joins all nodes and so has prices: memory that can run out, or loads."""
     return bool(csr.base.size or csr.load.shape[1])
 
 
@@ -72,7 +72,7 @@ def cost_at_prices(csr: CSRProblem, prices: Prices) -> np.ndarray:
 
 
 def credit(csr: CSRProblem, prices: Prices) -> float:
-    """Returns what a bound with these prices gains or loses for the limits: Σ price · (base - limit)."""
+    """Returns the term of the bound for the limits at these prices: Σ price · (base - limit)."""
     has_limit = np.isfinite(csr.limit)
     excess = csr.base[:, has_limit] - csr.limit[has_limit]
     return float((prices.memory[:, has_limit] * excess).sum()) if prices.memory.any() else 0.0
@@ -327,7 +327,7 @@ def _least_cost(csr: CSRProblem, is_allowed: np.ndarray) -> float:
 
 
 def _halves(csr: CSRProblem, branch: Branch) -> tuple[np.ndarray, np.ndarray] | None:
-    """Returns what to forbid `[N]` on either side: the strategies of a node that use more, or less, than the mean.
+    """Returns masks `[N]` of what each side forbids: the strategies of a node that use more, or less, than the mean.
 
     The node is the one whose use of memory and loads, at the prices, the relaxed choice spreads most. Returns None
     where only one choice remains.

@@ -283,7 +283,7 @@ class Balance:
         return np.flatnonzero(self._csr.sizes > 1)
 
     def _value(self, load: np.ndarray, memory: np.ndarray, cost: np.ndarray | float) -> np.ndarray:
-        """Returns what choices are compared by `[...]`, from loads `[..., L]`, memory `[..., M]` and other costs."""
+        """Returns the scores of choices, `[...]`, from loads `[..., L]`, memory `[..., M]` and other costs."""
         value = _norm_of(self._csr, load, self._squarings) + cost
         if not len(self._limit):
             return value
@@ -294,7 +294,7 @@ class Balance:
         return float(self._value(self._load, self._memory, 0.0))
 
     def _changes(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns what strategies `[n]` change of loads `[n, L]`, memory `[n, M]` and other costs `[n]`."""
+        """Returns the changes by strategies `[n]` of loads `[n, L]`, memory `[n, M]` and other costs `[n]`."""
         old = (self._csr.start[:-1] + self.choice)[self._node[rows]]
         load, use, cost = self._csr.load, self._use, self._costs
         return load[rows] - load[old], use[rows] - use[old], cost[rows] - cost[old]

@@ -95,11 +95,11 @@ class _Search:
         return min(_GAP_SHARE * max(self.gap(), self.stop_gap), _MOST_GAP)
 
     def is_done(self) -> bool:
-        """Tells whether the search has to end."""
+        """Returns whether the search has to end."""
         return self.gap() <= self.stop_gap or self.num_problems >= self.most_problems or self.is_over()
 
     def has_own_slopes(self) -> bool:
-        """Tells whether the objective's own tangents lead elsewhere than those from which the bound comes."""
+        """Returns whether the objective's own tangents lead elsewhere than those from which the bound comes."""
         return not self.tangents.is_convex or self.priced.objective.convex_below is not None
 
     def price(self, choice: np.ndarray) -> float:
@@ -171,7 +171,7 @@ class _Branch:
         return problem._replace(node_cost=node_cost)
 
     def has(self, choice: np.ndarray) -> bool:
-        """Tells whether a choice is in the branch."""
+        """Returns whether a choice is in the branch."""
         return all(allowed[choice[v]] for v, allowed in self.allowed.items())
 
 
@@ -343,7 +343,7 @@ def _cheapest_under(search: _Search, members: list[int], gradient: np.ndarray) -
 
 
 def _split(search: _Search, branch: _Branch, mixture: Mixture, members: list[int]) -> list[dict[int, np.ndarray]]:
-    """Returns what two branches allow: the node that the mixture splits most evenly takes its main strategy, or not."""
+    """Returns two branches: the node that the mixture splits most evenly takes its main strategy, or not."""
     used = [(search.choices[k], w) for k, w in zip(members, mixture.weights, strict=False) if w > _WHOLE]
     choices, weights = np.array([choice for choice, _ in used]), np.array([w for _, w in used])
     main = choices[np.argmax(weights)]

@@ -176,7 +176,7 @@ class _Graph:
         raise InfeasibleError(f"`problem` has no allowed choice: every strategy of node {v} is forbidden.")
 
     def reduction(self) -> Reduction:
-        """Returns what is left as a problem, and the way back."""
+        """Returns the problem that is left, and the way back."""
         remaining = [v for v, cost in enumerate(self.cost) if cost is not None]
         if len(self.problem.usage) and not remaining:  # the usages still need a node: one without a choice
             remaining = [0]
@@ -254,7 +254,7 @@ def _rows(matrix: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def _through_leaf(matrix: np.ndarray, cost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns what a leaf with costs adds to each of its neighbour's strategies, and its best strategy for each."""
+    """Returns the cost of a leaf for each of its neighbour's strategies, and its best strategy for each."""
     through = matrix + cost
     return through.min(axis=1), through.argmin(axis=1)
 

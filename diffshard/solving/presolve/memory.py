@@ -171,7 +171,7 @@ def _undominated_times(problem: Problem, usages: _Usages, over: np.ndarray) -> n
 
 
 def _use_at_each_time(problem: Problem, usages: _Usages, over: np.ndarray) -> np.ndarray:
-    """Returns what every strategy uses on each device, and the base less the limit, as columns at each time."""
+    """Returns the memory of every strategy on each device, and the base less the limit, as columns at each time."""
     sizes = num_strategies(problem)
     times, devices = over.shape
     start = np.concatenate([[0], np.cumsum(sizes)])

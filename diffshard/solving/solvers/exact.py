@@ -189,12 +189,12 @@ class _Search:
         return Proposal(choice, bound)
 
     def is_closed(self) -> bool:
-        """Tells whether the loop will say that the best choice is optimal."""
+        """Returns whether the loop will say that the best choice is optimal."""
         bound = self._rounding.safe_bound(self._bound)
         return self.least_cost - bound <= OPTIMAL_GAP * abs(self.least_cost)
 
     def has_narrower_window_than(self, here: Window) -> bool:
-        """Tells whether a better choice has made the window much smaller."""
+        """Returns whether a better choice has made the window much smaller."""
         return self.least_cost - here.least < _NARROWER * here.width
 
     def _price(self, choice: np.ndarray) -> None:

@@ -70,7 +70,7 @@ def sequence_axis(equation: core.JaxprEqn, parts: Parts) -> int | None:
 
 
 def has_whole_keys(equation: core.JaxprEqn, parts: Parts) -> bool:
-    """Tells whether each device has all keys, so that none go round."""
+    """Returns whether each device has all keys, so that none go round."""
     return not parts.operands[1][sequence_dimension(equation)]
 
 

@@ -245,7 +245,7 @@ def _parse_array(text: str, rule: str) -> NamedDimensions:
 
 
 def _is_solvable(names: Sequence[str], size: int, sizes: Mapping[str, int]) -> bool:
-    """Tells whether the sizes of a bracket's other factors give that of the last one, or contradict its size."""
+    """Returns whether the sizes of a bracket's other factors give that of the last one, or contradict its size."""
     known = prod(sizes[name] for name in names if name in sizes)
     num_unknown = sum(name not in sizes for name in names)
     return num_unknown == 0 or (num_unknown == 1 and (known != 0 or size != 0))

@@ -200,7 +200,7 @@ def opaque_of(vertex: Vertex) -> OpaqueOperation | None:
 
 
 def runs_on_parts(vertex: Vertex) -> bool:
-    """Tells whether every executor runs an operation on each device's own part, and leaves XLA nothing to partition.
+    """Returns whether every executor runs an operation on each device's own part, and leaves XLA nothing to partition.
 
     These are opaque operations, those with independent right-hand sides, and convolutions with groups. Where the
     contracted features of such a convolution are split, XLA's partitioner adds the partial results of
@@ -255,7 +255,7 @@ def own_collectives(
 
 
 def can_split(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
-    """Tells whether an opaque operation runs on the parts of a strategy: even ones that its function accepts.
+    """Returns whether an opaque operation runs on the parts of a strategy: even ones that its function accepts.
 
     Raises:
       ValueError: the function gives results of other shapes than its rule says.

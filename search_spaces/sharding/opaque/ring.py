@@ -86,7 +86,7 @@ class Ring(NamedTuple):
         return lax.optimization_barrier((computed, arrived))
 
     def has_earlier_keys(self, number: int) -> Any:
-        """Tells whether the keys of a round come from an earlier place than the device's own."""
+        """Returns whether the keys of a round come from an earlier place than the device's own."""
         return lax.axis_index(self.name) >= number
 
     def into_chunks(self, array: Any, dim: int) -> Any:
@@ -273,7 +273,7 @@ def sequence_dimension(equation: core.JaxprEqn) -> int:
 
 
 def is_causal(equation: core.JaxprEqn) -> bool:
-    """Tells whether queries attend to no key after them."""
+    """Returns whether queries attend to no key after them."""
     return "CAUSAL" in str(equation.params["mask_type"])
 
 
