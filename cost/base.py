@@ -205,7 +205,7 @@ class Hardware:
       combines_gathers: whether the compiler joins small all-gathers, all-to-alls and permutes, so that they share a
         latency. XLA does for GPU and TPU; for CPU it joins all-reduces only.
       exposed_share: of the seconds of collectives that have time (gathers of weights, reductions of their gradients),
-        the part that a step waits for because they do not run beside arithmetic; 1 where collectives hold arithmetic.
+        the part that a step waits for because they do not overlap with arithmetic; 1 where collectives hold arithmetic.
       matrix_share: the part of `flops_per_s` that large matrix products reach, above 0; 1 where the rate was measured.
       memory_share: the part of `memory_bytes_per_s` that kernels reach, likewise.
       kernel_launch_s: seconds from one kernel's end to the next one's start.

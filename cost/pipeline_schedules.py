@@ -32,8 +32,8 @@ Schedule = Literal["gpipe", "1f1b", "eager", "2bw", "interleaved", "zb-h1", "zb-
 
 With "gpipe" all forward operations come first. With "1f1b" forward and backward operations alternate as soon as the
 first backward one can run; stage i keeps at most S - i micro-batches. With "eager" it keeps up to 2(S - i) - 1, so that
-transfers run beside arithmetic. "2bw" is "1f1b" whose next step begins before this one has ended, with gradients of the
-weights of one step ago: `cost.pipeline_steps` has what a step then takes. Its graph is that of one step.
+transfers overlap with arithmetic. "2bw" is "1f1b" whose next step begins before this one has ended, with gradients of
+the weights of one step ago: `cost.pipeline_steps` has what a step then takes. Its graph is that of one step.
 
 With "interleaved" a device has several stages, so that the pipeline fills and drains faster. "zb-h1" splits the
 backward operation into the gradient of the activations and that of the weights, and delays the second where the stage

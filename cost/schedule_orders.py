@@ -70,7 +70,7 @@ def one_forward_one_backward(
 
 
 def eager(device: int, num_devices: int, num_microbatches: int, stages_per_device: int) -> list[Operation]:
-    """Returns the order of 1F1B with up to twice the micro-batches, so that transfers run beside arithmetic.
+    """Returns the order of 1F1B with up to twice the micro-batches, so that transfers overlap with arithmetic.
 
     Source: Zhuang et al., "On Optimizing the Communication of Model Parallelism" (2023), section 4.
     """

@@ -125,7 +125,7 @@ class PlannedOffer(NamedTuple):
 
 @dataclass(frozen=True)
 class Rental:
-    """Offers of devices beside each other, made by `rent`; `print` shows them as a table.
+    """Offers of devices side by side, made by `rent`; `print` shows them as a table.
 
     Attributes:
       offers: in the order of the price of a step, those without a plan last.

@@ -7,7 +7,7 @@ needs the extra `gpu-compile`, which has JAX's CUDA plugin and ptxas; a driver a
 also compiles programs that do not fit the GPU's memory: compare `memory_analysis()` with the size of the memory.
 
 A target with rates tells how long a compiled step takes (`timeline.py`). The host's has none: its backend schedules
-nothing beside anything, so that only bytes and memory of its programs mean something.
+nothing concurrently, so that only bytes and memory of its programs mean something.
 """
 
 import importlib.util

@@ -5,8 +5,8 @@ the schedule's order. An asynchronous start hands its collective to the links an
 begins once its links are free, and the stream waits at the matching done until it has ended. A synchronous collective
 holds the stream. All devices run the same program, so one device tells the time of all.
 
-Not modelled: collectives slow the kernels that run beside them a little, devices are not equally fast, and XLA may run
-collectives on different links one after the other. Rates are those of `diffshard.checks.kernel_work`.
+Not modelled: collectives slow the kernels that run at the same time a little, devices are not equally fast, and XLA may
+run collectives on different links one after the other. Rates are those of `diffshard.checks.kernel_work`.
 """
 
 import math

@@ -176,7 +176,7 @@ def _add_diff(commands: Any) -> None:
 def _add_compare(commands: Any) -> None:
     parser = commands.add_parser(
         "compare",
-        help="compile saved plans of a function, and set predictions beside what XLA makes of them",
+        help="compile saved plans of a function, and compare predictions with what XLA makes of them",
         usage="diffshard compare MODULE:FUNCTION --args MODULE:FUNCTION [...] PLAN.json [PLAN.json ...]",
         formatter_class=_help_formatter,
     )

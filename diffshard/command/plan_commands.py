@@ -1,4 +1,4 @@
-"""Commands on plans: they are searched, shown, run once, set beside each other, and written as JSON or as a page."""
+"""Commands on plans: they are searched, shown, run once, compared, and written as JSON or as a page."""
 
 import argparse
 import inspect
@@ -194,7 +194,7 @@ def diff_plans(options: argparse.Namespace) -> int:
 
 
 def compare_plans(options: argparse.Namespace) -> int:
-    """Compiles saved plans of a function, prints them beside each other, and returns the exit code."""
+    """Compiles saved plans of a function, prints them side by side, and returns the exit code."""
     plans = {path: _plan_of_search(path) for path in dict.fromkeys(options.plans)}
     first = next(iter(plans.values()))
     for path, plan in plans.items():

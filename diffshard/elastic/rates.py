@@ -43,7 +43,7 @@ class PlanTerms(NamedTuple):
 
     Attributes:
       computing, held, beside: `[R]` seconds of arithmetic and memory traffic, of collectives that arithmetic waits for,
-        and of those that can run beside it.
+        and of those that can overlap with it.
       exposed_share: what a step waits for the latter at least.
       log_slowness: `[R]` of the hardware for which the plan was priced.
       parts: seconds of each operation and collective, by how they run.

@@ -1,8 +1,8 @@
 """`search_while_training` runs a training step, measures it, and goes on searching for a better plan meanwhile.
 
 The first plan may be one of a short search, so that training begins at once. `Replanner` decides; here are the clock,
-the thread that searches and compiles beside the steps, and the moves of the state. Not measured are the first step of a
-plan and steps that ran while the thread was at work.
+the thread that searches and compiles in the background, and the moves of the state. Not measured are the first step of
+a plan and steps that ran while the thread was at work.
 """
 
 import time
@@ -103,7 +103,7 @@ class SearchingStep:
 
     @property
     def is_searching(self) -> bool:
-        """Whether a search runs beside the steps, or has found something that is not tried yet; not after the end."""
+        """Whether a search runs in the background, or has found something that is not tried yet; not after the end."""
         return self._steps_left > 0 and (self._search is not None or self._proposal is not None)
 
     @property
@@ -177,7 +177,7 @@ class SearchingStep:
         return None if memory is None else memory.peak
 
     def _next_plan(self, replanner: Replanner, num_steps: int, settings: Any) -> int | None:
-        """Finds and compiles the next plan, beside the steps; returns its number."""
+        """Finds and compiles the next plan in the background; returns its number."""
         if settings != jax_settings():
             raise ValueError("JAX's settings were changed for one thread only: change them by `jax.config.update`.")
         number = replanner.proposal(num_steps, self._steps_left, self._prices)
@@ -267,7 +267,7 @@ def search_while_training(
       step: of `diffshard.search`, or `step` of what `resume` returns. It takes the state first, and returns it anew.
       num_steps: that the training makes with it from now on.
       window_steps: steps whose median is one measurement.
-      time_limit_s: seconds for each search beside the steps; None lets it end by its own rule.
+      time_limit_s: seconds for each search in the background; None lets it end by its own rule.
       clock: returns seconds, for tests.
 
     Raises:
@@ -294,5 +294,5 @@ def search_while_training(
     for name, value in {"num_steps": num_steps, "window_steps": window_steps}.items():
         if whole_number(value) is None or value < 1:
             raise ValueError(f"`{name}` must be a whole number of at least 1, not {value!r}.")
-    replace(step.options, time_limit_s=time_limit_s)  # raises now what would be raised beside the steps
+    replace(step.options, time_limit_s=time_limit_s)  # raises now what would be raised in the background
     return SearchingStep(step, num_steps, window_steps, time_limit_s, clock)

@@ -107,7 +107,7 @@ def bytes_each(shape: Sequence[int], dtype: Any, sharding: NamedSharding) -> int
 
 
 def _exchange(source: NamedSharding, target: NamedSharding, aval: Any) -> Callable[[Any], tuple[Any, Any]]:
-    """Makes a copy between processes: each part goes in rounds, from each device that has it to one other.
+    """Makes a function that copies between processes: each part in rounds, from each device that has it to one other.
 
     Each device's shard is one part of a long array over both sides' devices; what receivers put in is not read.
     """
@@ -148,7 +148,7 @@ def _exchange(source: NamedSharding, target: NamedSharding, aval: Any) -> Callab
 
 
 def _exchange_of_keys(source: NamedSharding, target: NamedSharding, aval: Any) -> Callable[[Any], tuple[Any, Any]]:
-    """Makes a copy of random keys between processes, as the integers that they are made of."""
+    """Makes a function that copies random keys between processes, as the integers that they are made of."""
     implementations = []
 
     def data_of(keys: Any) -> Any:

@@ -136,7 +136,7 @@ class PredictedCollective:
       count: executions in one step.
       seconds: that the step waits for all executions.
       operation: index into `PlanData.operations`.
-      link_s: that all executions keep their link busy, more than `seconds` where they run beside arithmetic; None in
+      link_s: that all executions keep their link busy, more than `seconds` where they overlap with arithmetic; None in
         plans of older versions, which count all of it as waiting.
       made_by: index into `PlanData.operations` of the operation, or argument, whose result it moves; None in plans of
         older versions.

@@ -169,7 +169,7 @@ def timeline_elements(timeline: PredictedTimeline, step_s: float, exposed_share:
     if abs(timeline.seconds - step_s) > _SAME * step_s:
         words += (
             f"<div class=dim>The predicted step, {escape(format_s(step_s))}, is what the search makes small: it waits "
-            f"for {format_percent(exposed_share)} of the collectives that can run beside arithmetic, as models of many "
-            "layers do. The program waits for those beside which there is too little arithmetic.</div>"
+            f"for {format_percent(exposed_share)} of the collectives that can overlap with arithmetic, as models of "
+            "many layers do. The program waits for those beside which there is too little arithmetic.</div>"
         )
     return f"<h3>What runs when</h3>{words}{lane_elements(timeline.lanes, timeline.seconds)}"

@@ -1,9 +1,9 @@
 """What a search makes small: the seconds of a step, or a user's own function of what a step does.
 
-A space prices collectives that can run beside arithmetic at a share of their time, whatever runs beside them. That is
+A space prices collectives that can overlap with arithmetic at a share of their time, whatever runs beside them. That is
 too little once they take longer than all arithmetic: then the step waits at least for the difference. With C seconds of
-arithmetic, H of collectives that hold the step, B on the links of those that can run beside arithmetic and W of waiting
-for them at the hardware's share, a step takes
+arithmetic, H of collectives that hold the step, B on the links of those that can overlap with arithmetic and W of
+waiting for them at the hardware's share, a step takes
 
     T = C + H + max(W, B - C)
 
@@ -42,7 +42,7 @@ class RelaxedStep(NamedTuple):
     Attributes:
       compute_s: seconds of arithmetic and memory traffic on each device.
       held_s: by mesh axis, seconds on its links of collectives that arithmetic waits for.
-      beside_s: by mesh axis, seconds on its links of collectives that can run beside arithmetic.
+      beside_s: by mesh axis, seconds on its links of collectives that can overlap with arithmetic.
       waited_s: by mesh axis, what the step waits for those at the hardware's exposed share.
       memory_bytes: `[T]` in use on each device over the step.
     """
@@ -85,7 +85,7 @@ StepCost = Callable[[RelaxedStep], jax.Array]
 def waiting_transfers(prediction: StepPrediction) -> tuple[Transfer, ...]:
     """Returns the collectives of a prediction with the seconds that a step waits for them, the links' limit included.
 
-    Of collectives that can run beside arithmetic, with B seconds on their links and W seconds of waiting in the
+    Of collectives that can overlap with arithmetic, with B seconds on their links and W seconds of waiting in the
     prediction, a step with C seconds of arithmetic waits max(W, B - C) seconds; each has its part of that.
     """
     beside = _beside(prediction)

@@ -236,7 +236,7 @@ def _jax(number: int, row: Mapping[str, Any]) -> Run:
 def _tpu(number: int, row: Mapping[str, Any]) -> Run:
     """MaxText on slices of v6e: state and batch over both dimensions of the torus, and over slices.
 
-    What remat keeps on the host is kept on the device here, because copies to hosts run beside arithmetic.
+    What remat keeps on the host is kept on the device here, because copies to hosts overlap with arithmetic.
     """
     slices = int(row["hardware"].split("-")[1].split(" x")[1].split()[0])
     chips = row["num_devices"] // slices

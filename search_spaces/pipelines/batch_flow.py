@@ -59,7 +59,7 @@ def batch_flow(
       rules: for each vertex its rule or None.
       batch_inputs: the flat arguments whose leading dimension is the batch.
       num_microbatches: how many parts the batch is divided into.
-      num_groups: of examples beside each other, whose parts are micro-batches one after the other.
+      num_groups: of examples side by side, whose parts are micro-batches one after the other.
       estimates_sums: whether gradients of examples may read sums over the batch as their micro-batch estimates them.
 
     Raises:
@@ -211,7 +211,7 @@ class _Tracer:
         if inside is None:
             return False
         if self.num_groups > 1 and prod(operand.shape[: state.dim]) != prod(value.shape[: inside.dim]):
-            return False  # groups lie beside each other in the dimension, and would not in its minor part
+            return False  # groups lie side by side in the dimension, and would not in its minor part
         specs = (spec_of(state, len(operand.shape)),), (spec_of(inside, len(value.shape)),)
         self.flow.strategies[vertex.index] = ShardingStrategy(*specs, self.axis_sizes[0], ((),), specs[1])
         self.flow.operand_runs[vertex.index, 0] = self.flow.runs[vertex.index] = state.run

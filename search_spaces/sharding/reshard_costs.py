@@ -1,7 +1,7 @@
 """Seconds of collectives and reshards on the axes of one mesh, as matrices over lists of specs.
 
-Collectives of weights and of their gradients run beside arithmetic, and compilers combine them. `CollectiveShares` says
-which part of their time the step waits for, and which part of a latency each value pays.
+Collectives of weights and of their gradients overlap with arithmetic, and compilers combine them. `CollectiveShares`
+says which part of their time the step waits for, and which part of a latency each value pays.
 
 A compiled loop ends all that a trip has begun before the next one begins. So the collectives of two trips are never
 combined, and what the first product of a trip is computed from has no time to come from the trip before.

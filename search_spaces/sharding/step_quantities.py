@@ -1,7 +1,7 @@
 """What a step's objective reads: seconds of arithmetic, and of collectives on each link, as quantities of a choice.
 
-The problem of a space has one sum of them, in which collectives that can run beside arithmetic count at a fixed share.
-Here they are apart, so that an objective combines them as it likes.
+The problem of a space has one sum of them, in which collectives that can overlap with arithmetic count at a fixed
+share. Here they are apart, so that an objective combines them as it likes.
 """
 
 from collections.abc import Hashable, Sequence
@@ -21,7 +21,7 @@ from search_spaces.sharding.opaque.operations import opaque_of
 
 COMPUTE, HELD, BESIDE, WAITED, MEMORY = "compute_s", "held_s", "beside_s", "waited_s", "memory_bytes"
 """Names of quantities. `compute_s`: seconds of arithmetic and memory traffic. `held_s`: `[A]` seconds on each mesh
-axis's link of collectives that arithmetic waits for. `beside_s`: `[A]` the same of those that can run beside it, and
+axis's link of collectives that arithmetic waits for. `beside_s`: `[A]` the same of those that can overlap with it, and
 `waited_s` what the step waits for them at the hardware's exposed share. `memory_bytes`: `[T]` in use over time."""
 
 
@@ -51,7 +51,7 @@ def step_quantities(
 
 
 def step_problem(preference: Problem, quantities: Quantities) -> Problem:
-    """Returns a space's problem with the links' limit: a step waits for collectives that run beside arithmetic.
+    """Returns a space's problem with the links' limit: a step waits for collectives that overlap with arithmetic.
 
     It waits for the larger of two loads: what the hardware's share says, and their links' seconds less arithmetic.
 

@@ -46,7 +46,7 @@ def transfer(seconds, link_s):
     [(8.0, [1.0, 1.0, 5.0]), (7.0, [1.0, 1.0, 5.0]), (2.0, [3.0, 3.0, 5.0])],
 )
 def test_a_step_waits_for_what_its_links_take_beyond_its_arithmetic(compute_s, waited_s):
-    # Two collectives of 4 s that can run beside arithmetic, and one of 5 s that cannot.
+    # Two collectives of 4 s that can overlap with arithmetic, and one of 5 s that cannot.
     prediction = StepPrediction(np.array([compute_s]), (transfer(1, 4), transfer(1, 4), transfer(5, 5)), np.zeros(0))
     assert [t.seconds for t in waiting_transfers(prediction)] == pytest.approx(waited_s)
     assert step_s(prediction) == pytest.approx(compute_s + sum(waited_s))
