@@ -289,6 +289,9 @@ class GraphInterpreter:
             if vertex is not fetch.chain[-1]:
                 self._store(env, vertex.results[0], array, self.layout.strategies[vertex.index].results[0])
         with self._context_of(reader):
+            if fetch.chain:
+                made = self.layout.strategies[fetch.chain[-1].index].results[0]
+                array = self._reshard(array, fetch.value, made, stage.before)
             if fetch.encoded_for is not None:
                 assert self.encode is not None
                 array = self.encode(array, reader, fetch.encoded_for, stage.before)

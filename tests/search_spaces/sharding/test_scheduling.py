@@ -400,3 +400,37 @@ def test_embeddings_that_are_sent_to_all_lie_in_their_own_order(monkeypatch):
     (reader,) = (equation for equation in equations if any(v is sent for v in equation.invars))
     assert reader.primitive.name == "layout_constraint"
     assert reader.params["layout"].major_to_minor == (0, 1, 2)
+
+
+def test_a_weight_that_its_hub_moves_is_gathered_from_where_the_hub_has_it(monkeypatch):
+    monkeypatch.setattr(scheduling, "_LATENCIES_IN_WINDOW", 0)
+
+    def fn(weights, x):
+        for w in weights:
+            w = w.astype(jnp.bfloat16)
+            x = jnp.tanh(x @ w) @ w
+        return x
+
+    rows, columns, whole = ((0,), ()), ((), (0,)), ((), ())
+    arguments = [array(WIDTH, WIDTH) for _ in range(3)], array(ROWS, WIDTH, dtype=jnp.bfloat16)
+    hardware = dataclasses.replace(hardware_of("x", latency_s=0.0, flops_per_s=1e9), exposed_share=0.25)
+    given = {**dict.fromkeys(range(3), columns), 3: rows}
+    space = space_of(fn, *arguments, sizes=(8,), given=given, hardware=hardware)
+    choice = [0] * len(space.nodes)
+    for index, node in enumerate(space.nodes):
+        specs = [(s.operands, s.results) for s in node.strategies]
+        where = columns if node.vertex.primitive == "convert_element_type" else rows
+        if node.vertex.primitive == "dot_general":
+            choice[index] = specs.index(((rows, whole), (rows,)))
+        elif ((where,), (where,)) in specs:
+            choice[index] = specs.index(((where,), (where,)))
+    layout = space.layout(choice)
+    converted = {v.results[0].id for v in space.graph.operations() if v.primitive == "convert_element_type"}
+    moved = [rows if i in converted else spec for i, spec in enumerate(layout.value_specs)]
+    layout = layout._replace(value_specs=moved)
+    program = space.device_program(layout, jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,)))
+    assert any(stage.fetch.chain for pause in program.schedule.pauses.values() for stage in pause.stages)
+    weights = [jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5 for key in jax.random.split(jax.random.key(0), 3)]
+    x = jnp.ones((ROWS, WIDTH), jnp.bfloat16)
+    (result,) = jax.jit(lambda *arrays: program(*arrays))(*weights, x)
+    np.testing.assert_allclose(np.float32(result), np.float32(fn(weights, x)), atol=0.02)
