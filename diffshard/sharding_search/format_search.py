@@ -135,7 +135,8 @@ def fastest_within(
         price = _next_price(solutions, limit)
     best = None
     for chosen, start in _candidates(space, groups, losses, starts, limit):
-        planned = plan_with(request, sorted(member for i in chosen for member in groups[i].members), deadline, start)
+        allowed = start.kept.union(*(groups[i].members for i in chosen))
+        planned = plan_with(request, allowed, deadline, start)
         if best is None or planned[0].step_s < best[0].step_s:
             best = planned
         if len(chosen) == len(groups):  # all are free, as at the price 0
@@ -205,7 +206,7 @@ def _candidates(
     """Returns sets of groups that are worth a last search for their shardings, and where it begins.
 
     `space` has all groups free to be in their formats. What a start keeps as codes takes its part of the limit first:
-    it gains no time, but memory.
+    it gains no time, but memory. Others of its groups are free to be kept instead where the limit has room for them.
     """
     of_keys = [gains_together_s(space, start.choice) for start in starts]
     gains = [np.array([sum(max(0.0, of[m]) for m in group.members) for group in groups]) for of in of_keys]
@@ -214,17 +215,20 @@ def _candidates(
     exact_s = [float(evaluate(space.problem, start.choice.tolist()).cost) for start in starts]
     candidates: dict[tuple[int, ...], tuple[float, Start]] = {}
     for start, gain, seconds in zip(starts, gains, exact_s, strict=True):
-        kept = {i for i, group in enumerate(groups) if group.members & start.kept}
-        rest = limit - losses[sorted(kept)].sum()
+        shares = np.array([share_in(group, start.kept) for group in groups])
+        rest, rest_losses = limit - float(shares @ losses), (1 - shares) * losses
         if rest < 0:
             continue
-        own_losses = np.where([i in kept for i in range(len(groups))], 0.0, losses)
-        chosen = tuple(sorted({*best_groups(gain, own_losses, rest, kinds), *kept}))
+        best = set(best_groups(gain, rest_losses, rest, kinds))
+        for i in np.flatnonzero(shares):
+            if rest_losses[[*{*best, i}]].sum() <= rest:
+                best.add(int(i))
+        chosen = tuple(sorted(best))
         of_chosen = seconds - float(gain[list(chosen)].sum())
         if chosen not in candidates or of_chosen < candidates[chosen][0]:
             candidates[chosen] = of_chosen, start
-    best = sorted(candidates.items(), key=lambda item: item[1][0])[:_MOST_CANDIDATES]
-    return [(chosen, start) for chosen, (_, start) in best]
+    fastest = sorted(candidates.items(), key=lambda item: item[1][0])[:_MOST_CANDIDATES]
+    return [(chosen, start) for chosen, (_, start) in fastest]
 
 
 def best_groups(

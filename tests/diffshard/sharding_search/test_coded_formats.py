@@ -199,6 +199,14 @@ def test_arrays_are_kept_as_codes_where_the_memory_asks_for_it(tmp_path):
         search_deep(limit, limit=0.001, increases={KEPT: 0.1}).plan(*args)
 
 
+def test_kept_arrays_take_as_much_of_the_limit_as_they_add():
+    args = deep_arguments()
+    memory = 0.85 * search_deep(1e9, increases={KEPT: 0.1}).plan(*args).peak_bytes
+    formats = search_deep(memory, limit=0.09, increases={KEPT: 0.1}).plan(*args).formats
+    assert formats is not None
+    assert 0 < formats.loss_increase <= 0.09  # all arrays of the group would add 0.1
+
+
 def test_kept_codes_are_measured():
     args = deep_arguments()
     free = search_deep(1e9, increases={}).plan(*args)
