@@ -21,6 +21,7 @@ from search_spaces.base import Choice, NodeSelection, Selection
 from search_spaces.communication.base import CollectiveOp, Direction, Group, Site
 from search_spaces.communication.collectives import run_exact
 from search_spaces.communication.sites import TracedLoss
+from search_spaces.communication.strategies import without_schedules
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class DeviceStep:
 
         def run(s: int, x: jax.Array, dynamic: Any, key: jax.Array, step: jax.Array) -> jax.Array:
             node_selection = selection[self.group_of[s]] if dynamic is None else dynamic
-            return _run_selected(self.strategy_functions(s), node_selection, x, None, key, step)[0]
+            return self.run_selected(s, node_selection, x, None, key, step)[0]
 
         def at_collective(p: int, x: jax.Array, key: jax.Array) -> jax.Array:
             forward_site, backward_site = self.site_at["forward", p], self.site_at.get(("backward", p))
@@ -91,9 +92,8 @@ class DeviceStep:
             names = [self.traced_loss.param_names[leaf] for leaf in numbers]
             kept = [residuals[name][0] for name in names if name in residuals]
             before = as_vector(kept) if kept else None
-            functions = self.strategy_functions(self.groups[g].sites[0])
-            operand = as_vector(parts)
-            y, residual = _run_selected(functions, selection[g], operand, before, gradient_key(key, g), step)
+            first, operand = self.groups[g].sites[0], as_vector(parts)
+            y, residual = self.run_selected(first, selection[g], operand, before, gradient_key(key, g), step)
             by_leaf = zip(numbers, names, _split(y, parts), _split(residual, parts), strict=True)
             for leaf, name, gradient, leaf_residual in by_leaf:
                 leaves[leaf] = gradient.astype(operand.dtype)
@@ -138,9 +138,27 @@ class DeviceStep:
         assert collective is not None
         return collective
 
-    def strategy_functions(self, s: int) -> list[Callable[..., tuple[jax.Array, jax.Array]]]:
-        """Returns the strategies of a site as functions of operand, residual, key and step: `run` of each."""
-        return [partial(strategy.run, self.collective(s)) for strategy in self.groups[self.group_of[s]].strategies]
+    def run_selected(
+        self, s: int, node_selection: NodeSelection, x: jax.Array, residual: Any, key: jax.Array, step: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Runs what is selected for a site; see `CollectiveStrategy.run`."""
+        if isinstance(node_selection, int):
+            strategy = self.groups[self.group_of[s]].strategies[node_selection]
+            return strategy.run(self.collective(s), x, residual, key, step)
+        functions, numbers = self.functions_at(s, step)
+        if jnp.ndim(node_selection) == 0:
+            selected = numbers[node_selection]
+        else:
+            selected = total_by_function(node_selection, functions, numbers)
+        return _run_selected(functions, selected, x, residual, key, step)
+
+    def functions_at(self, s: int, step: jax.Array) -> tuple[list[Callable[..., Any]], jax.Array]:
+        """Returns what a site's strategies run: functions of operand, residual, key and step.
+
+        Each stands there once, whatever schedules there are; `[S]` are the numbers of those that run now.
+        """
+        strategies, numbers = without_schedules(self.groups[self.group_of[s]].strategies, step)
+        return [partial(strategy.run, self.collective(s)) for strategy in strategies], numbers
 
 
 def partition_selection(groups: Sequence[Group], selection: Selection) -> tuple[list[int | None], list[Any]]:
@@ -178,6 +196,11 @@ def choice_as_indices(groups: Sequence[Group], choice: Sequence[int]) -> Choice:
         if strategy is None:
             raise ValueError(f"`choice` of {group.name!r} must be a strategy's index, an int; got weights or a tracer.")
     return tuple(strategy for strategy in static if strategy is not None)
+
+
+def total_by_function(values: jax.Array, functions: Sequence[Any], numbers: jax.Array) -> jax.Array:
+    """Adds up values of strategies, `[S]`, for each function that some of them run; see `DeviceStep.functions_at`."""
+    return jnp.zeros(len(functions), values.dtype).at[numbers].add(values)
 
 
 def gradient_key(key: jax.Array, group: int) -> jax.Array:

@@ -25,7 +25,8 @@ Of alternatives the first function runs, and the others beside it for their own 
 branches only are measured in a pass of their own, in which the alternatives around them run that branch.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -36,7 +37,7 @@ from jax import lax
 
 from search_spaces.communication.base import CollectiveOp
 from search_spaces.communication.collectives import run_exact
-from search_spaces.communication.device_step import DeviceStep, as_vector, gradient_key
+from search_spaces.communication.device_step import DeviceStep, as_vector, gradient_key, total_by_function
 from search_spaces.replay import custom_vjp_with_tangents
 
 _Branches = Mapping[int, int]
@@ -133,8 +134,10 @@ def _forward_loss(
         y, copies, probe = run_exact(collective, x), collective.num_copies, probes[device.group_of[s]]
         if probe is None or not jnp.issubdtype(x.dtype, jnp.floating):
             return y
-        errors = _errors(device, s, operand, lax.stop_gradient(y), device.keys(p, key)[0], step)
-        return with_probe(y, errors, probe, collective.axes, copies, num_tokens(y, copies))
+        functions, numbers = device.functions_at(s, step)
+        probe = total_by_function(probe, functions, numbers)
+        others = operand, lax.stop_gradient(y), device.keys(p, key)[0], step
+        return with_probe(y, partial(_errors, functions), others, probe, collective.axes, copies, num_tokens(y, copies))
 
     def at_alternatives(p: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
         g = device.group_of[device.site_at["forward", p]]
@@ -144,8 +147,8 @@ def _forward_loss(
         first, *others = [branch(*operands) for branch in branches]
         results = []
         for i, y in enumerate(first):
-            errors = jnp.stack([jnp.zeros_like(y), *(other[i] - y for other in others)])
-            results.append(with_probe(y, errors, probe, (), 1, num_tokens(y, 1)))
+            errors = lax.stop_gradient([jnp.zeros_like(y), *(other[i] - y for other in others)])
+            results.append(with_probe(y, lambda *errors: errors, errors, probe, (), 1, num_tokens(y, 1)))
         return results
 
     return device.loss_with(params, batch, key, at_collective, at_alternatives)
@@ -172,10 +175,9 @@ def _backward_loss(
         if backward_site is None or probe is None:
             return with_tangent(collective, x)
 
-        def errors(cotangent: jax.Array, result: jax.Array, others: Any) -> jax.Array:
-            return _errors(device, backward_site, cotangent, result, *others)
-
-        return with_backward_probe(collective, errors, x, probe, (device.keys(p, key)[1], step))
+        functions, numbers = device.functions_at(backward_site, step)
+        probe = total_by_function(probe, functions, numbers)
+        return with_backward_probe(collective, partial(_errors, functions), x, probe, (device.keys(p, key)[1], step))
 
     def at_alternatives(p: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
         return branches[active_branches.get(device.group_of[device.site_at["forward", p]], 0)](*operands)
@@ -196,43 +198,52 @@ def _gradient_increases(
         first, x = device.groups[g].sites[0], as_vector([gradient_leaves[leaf] for leaf in numbers])
         collective = device.collective(first)
         weights = as_vector([sizes[leaf] for leaf in numbers]) / (4 * collective.num_copies)
-        for j, run in enumerate(device.strategy_functions(first)):
-            error = (run(x, None, gradient_key(key, g), step)[0] - run_exact(collective, x)).astype(jnp.float32)
-            increases[g] = increases[g].at[j].add(weights @ jnp.square(error))
+        functions, numbers = device.functions_at(first, step)
+        errors = _errors(functions, x, run_exact(collective, x), gradient_key(key, g), step)
+        increases[g] += jnp.stack([weights @ jnp.square(error.astype(jnp.float32)) for error in errors])[numbers]
     return increases
 
 
-def _errors(device: DeviceStep, s: int, x: jax.Array, exact: jax.Array, key: jax.Array, step: jax.Array) -> jax.Array:
-    """Returns each strategy's result minus the exact one, `[S, ...]`."""
-    return jnp.stack([run(x, None, key, step)[0] - exact for run in device.strategy_functions(s)])
+def _errors(
+    functions: Sequence[Callable[..., Any]], x: jax.Array, exact: jax.Array, key: jax.Array, step: jax.Array
+) -> Iterator[jax.Array]:
+    """Yields each function's result minus the exact one."""
+    return (run(x, None, key, step)[0] - exact for run in functions)
 
 
 def with_probe(
-    y: jax.Array, errors: jax.Array, probe: jax.Array, axes: tuple[str, ...], num_copies: int, scale: float
+    y: jax.Array,
+    errors: Callable[..., Iterable[jax.Array]],
+    others: Any,
+    probe: jax.Array,
+    axes: tuple[str, ...],
+    num_copies: int,
+    scale: float,
 ) -> jax.Array:
     """Returns `y`; the gradient of `probe` is scale/2 · Σ_t (g_t · e_t)² `[S]`, t over all dimensions but the last.
 
     Args:
-      errors: `[S, *y.shape]`, each strategy's result minus `y`.
+      errors: `errors(*others)`, S arrays as `y`: each strategy's result minus `y`. The backward pass makes them, one
+        after the other, so that no memory holds all of them.
       probe: `[S]`, of any value.
       axes: over which the result is copied, if it is.
       num_copies: how many devices hold the same result; their cotangents are summed, and each counts for its share.
     """
 
     @jax.custom_vjp
-    def op(y: jax.Array, errors: jax.Array, probe: jax.Array) -> jax.Array:
+    def op(y: jax.Array, others: Any, probe: jax.Array) -> jax.Array:
         return y
 
-    def op_backward(errors: jax.Array, cotangent: jax.Array) -> Any:
+    def op_backward(others: Any, cotangent: jax.Array) -> Any:
         whole = lax.psum(cotangent, axes) if num_copies > 1 else cotangent
-        return cotangent, jnp.zeros_like(errors), scale / num_copies * _second_order(whole, errors)
+        return cotangent, None, scale / num_copies * _second_order(whole, errors(*others))
 
-    op.defvjp(lambda y, errors, probe: (y, errors), op_backward)
-    return op(y, lax.stop_gradient(errors), probe)
+    op.defvjp(lambda y, others, probe: (y, others), op_backward)
+    return op(y, others, probe)
 
 
 def with_backward_probe(
-    collective: CollectiveOp, errors: Callable[..., jax.Array], x: jax.Array, probe: jax.Array, others: Any
+    collective: CollectiveOp, errors: Callable[..., Iterable[jax.Array]], x: jax.Array, probe: jax.Array, others: Any
 ) -> jax.Array:
     """Runs a collective exactly, with a probe of its backward site; to be run under `jax.jvp` within a gradient.
 
@@ -241,7 +252,7 @@ def with_backward_probe(
     the last; tangents of copies of the backward site's result are summed.
 
     Args:
-      errors: `errors(cotangent, result, others)`, `[S, *x.shape]`: each strategy's result at the backward site minus
+      errors: `errors(cotangent, result, *others)`, S arrays as `x`: each strategy's result at the backward site minus
         the exact one.
       probe: `[S]`, of any value.
     """
@@ -255,7 +266,7 @@ def with_backward_probe(
         tangent, others = saved_values
         result = run_exact(backward_collective, cotangent)
         whole = lax.psum(tangent, backward_collective.axes) if backward_collective.num_copies > 1 else tangent
-        increase = _second_order(whole, errors(cotangent, result, others)) / backward_collective.num_copies
+        increase = _second_order(whole, errors(cotangent, result, *others)) / backward_collective.num_copies
         return result, None, increase, None
 
     run.defvjp(lambda x, tangent, probe, others: (run_exact(collective, x), (tangent, others)), run_backward)
@@ -273,11 +284,14 @@ def with_backward_probe(
     return op(x, probe, others)
 
 
-def _second_order(adjoint: jax.Array, errors: jax.Array) -> jax.Array:
-    """Returns ½ Σ_t (a_t · e_t)² `[S]` for adjoints `[..., elements]` and errors `[S, ..., elements]`."""
-    product = adjoint.astype(jnp.float32) * errors
-    rows = product.sum(axis=-1) if product.ndim > 1 else product
-    return 0.5 * jnp.square(rows).reshape(len(errors), -1).sum(axis=1)
+def _second_order(adjoint: jax.Array, errors: Iterable[jax.Array]) -> jax.Array:
+    """Returns ½ Σ_t (a_t · e_t)² `[S]` for adjoints `[..., elements]` and S errors of their shape."""
+
+    def increase(error: jax.Array) -> jax.Array:
+        product = adjoint.astype(jnp.float32) * error
+        return 0.5 * jnp.square(product.sum(axis=-1) if product.ndim > 1 else product).sum()
+
+    return jnp.stack([increase(error) for error in errors])
 
 
 def with_tangent(collective: CollectiveOp, x: jax.Array) -> jax.Array:

@@ -189,6 +189,26 @@ class Schedule:
         return first + _scaled_stages(self.second.stages(collective, shape, dtype), 1 - share)
 
 
+def without_schedules(
+    strategies: Sequence[CollectiveStrategy], step: jax.Array
+) -> tuple[list[CollectiveStrategy], jax.Array]:
+    """Returns the strategies that run in some step, each once, and the number of the one that runs now for each, `[S]`.
+
+    So a program that can run any of them has each way of sending once, however many schedules switch between them.
+    """
+    parts: list[CollectiveStrategy] = []
+
+    def number_now(strategy: CollectiveStrategy) -> jax.Array:
+        if isinstance(strategy, Schedule):
+            first, second = number_now(strategy.first), number_now(strategy.second)
+            return jnp.where(step < strategy.switch_step, first, second)
+        if strategy not in parts:
+            parts.append(strategy)
+        return jnp.int32(parts.index(strategy))
+
+    return parts, jnp.stack([number_now(strategy) for strategy in strategies])
+
+
 _NARROW = tuple(Encode(precision) for precision in (BFLOAT16, FLOAT8, INT8, INT4))
 DEFAULT: dict[str, tuple[CollectiveStrategy, ...]] = {
     "forward": (Exact(), *_NARROW),
