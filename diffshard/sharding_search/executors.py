@@ -25,8 +25,12 @@ from search_spaces.sharding.explaining import sources_of
 from search_spaces.sharding.graph import Graph
 from search_spaces.sharding.opaque.operations import runs_on_parts
 from search_spaces.sharding.opaque.work import CUSTOM_CALL_TARGETS
+from search_spaces.sharding.replicated_operations import (
+    impossible_operations,
+    replicated_operations,
+    wrongly_partitioned,
+)
 from search_spaces.sharding.space import ShardingSpace
-from search_spaces.sharding.whole_operations import impossible_operations, whole_operations, wrongly_partitioned
 
 PlanT = TypeVar("PlanT", bound=PlanData)
 
@@ -140,7 +144,7 @@ def executor_notes(executor: Executor, space: ShardingSpace, layout: Layout) -> 
     return tuple(
         f"{name} ({sources}) is split by the plan, but has no form on one device's part: it runs whole on every "
         "device, and the price does not say so."
-        for name, sources in sources_of(whole_operations(space.graph, layout.strategies, space.axis_sizes))
+        for name, sources in sources_of(replicated_operations(space.graph, layout.strategies, space.axis_sizes))
     )
 
 

@@ -28,8 +28,8 @@ from diffshard.staged_array import StagedArray
 from search_spaces.sharding.explaining import sources_of
 from search_spaces.sharding.given import is_constrained
 from search_spaces.sharding.graph import Vertex
+from search_spaces.sharding.replicated_operations import impossible_operations
 from search_spaces.sharding.space import ShardingSpace
-from search_spaces.sharding.whole_operations import impossible_operations
 
 _ROUNDINGS = 4
 """Roundings of a result's largest magnitude by which it may differ in any case: sums of few terms differ by less."""

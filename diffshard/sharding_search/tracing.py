@@ -47,9 +47,9 @@ from search_spaces.sharding.given import (
 from search_spaces.sharding.graph import Graph, check_sizes
 from search_spaces.sharding.host_state import early_updates
 from search_spaces.sharding.opaque.cudnn import planned_without_cudnn
+from search_spaces.sharding.replicated_operations import impossible_operations
 from search_spaces.sharding.space import ShardingSpace
 from search_spaces.sharding.tracing import build_graph, feedback_of
-from search_spaces.sharding.whole_operations import impossible_operations
 
 ReportLostChanges = Callable[[str], None]
 """What is done with the sentence that says which changes are lost: a warning, or an error."""

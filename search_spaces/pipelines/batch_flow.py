@@ -40,7 +40,7 @@ from search_spaces.replay import REMAT, user_source
 from search_spaces.sharding.base import Rule, ShardingStrategy
 from search_spaces.sharding.given import rank_of
 from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex, is_contraction
-from search_spaces.sharding.whole_operations import runs_whole
+from search_spaces.sharding.replicated_operations import is_replicated
 
 
 def batch_flow(
@@ -199,7 +199,7 @@ class _Tracer:
         run = min(runs)
         if len(runs) > 1 or run != int(run):
             raise DivisionError(f"{named(vertex)} mixes the examples of a batch.")
-        if runs_whole(vertex, strategy, self.axis_sizes) or splits_groups(vertex, strategy):
+        if is_replicated(vertex, strategy, self.axis_sizes) or splits_groups(vertex, strategy):
             raise DivisionError(f"{named(vertex)} has no form on a part of the batch.")
         self.flow.run_in_parts(vertex, rule, strategy, int(run))
 

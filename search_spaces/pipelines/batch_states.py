@@ -18,7 +18,7 @@ from search_spaces.sharding.given import rank_of
 from search_spaces.sharding.graph import Graph, Operand, Region, Value, Vertex
 from search_spaces.sharding.local_operations import combiner
 from search_spaces.sharding.opaque.operations import name_of
-from search_spaces.sharding.whole_operations import runs_whole
+from search_spaces.sharding.replicated_operations import is_replicated
 
 
 class Split(NamedTuple):
@@ -287,7 +287,7 @@ def make_where_read(graph: Graph, rules: Sequence[Rule | None], flow: BatchFlow,
         strategy = factor_strategy(vertex, rule, dims[0], num_microbatches)
         if strategy is None or strategy.results[0] != spec or any(strategy.reductions) or run % inner_size(rule, dims):
             continue
-        if not runs_whole(vertex, strategy, (num_microbatches,)) and not splits_groups(vertex, strategy):
+        if not is_replicated(vertex, strategy, (num_microbatches,)) and not splits_groups(vertex, strategy):
             flow.run_in_parts(vertex, rule, strategy, run // inner_size(rule, dims))
 
 

@@ -13,7 +13,7 @@ terms. Their parts, from the function to a plan that runs:
   `reshard_trees.py`, and `reshard_costs.py` prices them;
 - what a choice means: in seconds and names by `explaining.py`; as something that runs by `interpreter.py`, with one of
   two executors: `execution.py` constrains whole arrays, and `device_program.py` runs on the blocks of each device
-  (`local_blocks.py` has the collectives, `local_operations.py` the operations, `whole_operations.py` those that have no
-  form on blocks). `schedule.py` has the vocabulary of when collectives start and end, and `scheduling.py` decides it,
-  window by window.
+  (`local_blocks.py` has the collectives, `local_operations.py` the operations, `replicated_operations.py` those that
+  have no form on blocks). `schedule.py` has the vocabulary of when collectives start and end, and `scheduling.py`
+  decides it, window by window.
 """

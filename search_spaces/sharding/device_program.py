@@ -35,11 +35,11 @@ from search_spaces.sharding.local_blocks import Blocks, context_of_blocks
 from search_spaces.sharding.local_operations import LocalCall, combiner, run_local, unpadded, untyped_parameters
 from search_spaces.sharding.number_formats import Codes, formatted_product, rounded
 from search_spaces.sharding.product_formats import FORMATS
+from search_spaces.sharding.replicated_operations import replicated_operations
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.schedule import ProgramSchedule
 from search_spaces.sharding.spec import replicated_spec
 from search_spaces.sharding.sum_residuals import MAXIMA, residuals_of
-from search_spaces.sharding.whole_operations import whole_operations
 
 
 class DeviceProgram:
@@ -69,8 +69,8 @@ class DeviceProgram:
         self.follows_contraction = follows_contraction(graph)
         self.blocks = Blocks(tuple(mesh.axis_names), tuple(mesh.shape[name] for name in mesh.axis_names))
         # Asked here, because within the mapping over the mesh an opaque operation could not be traced by itself.
-        whole = whole_operations(graph, layout.strategies, self.blocks.axis_sizes)
-        self.whole_operations = frozenset(vertex.index for vertex in whole)
+        whole = replicated_operations(graph, layout.strategies, self.blocks.axis_sizes)
+        self.replicated_operations = frozenset(vertex.index for vertex in whole)
 
     def __call__(self, *arguments: Any) -> list[Any]:
         """Runs the function on its flat arguments, and then the residuals; returns its flat results, and the next ones.
@@ -131,7 +131,7 @@ class DeviceProgram:
     def operate(self, vertex: Vertex, read: ReadOperand) -> Sequence[Any]:
         """Runs an operation on blocks, or runs it whole and slices its results."""
         strategy = self.layout.strategies[vertex.index]
-        if not self._runs_whole(vertex):
+        if not self._is_replicated(vertex):
             call = LocalCall(vertex, strategy, self.blocks)
             if strategy.format:
                 return _checked(call, formatted_product(vertex, self._rounded_operands(call, read)))
@@ -180,7 +180,7 @@ class DeviceProgram:
     def reduce(self, vertex: Vertex, results: Sequence[Any], residual: Any = None) -> Sequence[Any]:
         """Finishes the reduction of an operation on blocks."""
         strategy = self.layout.strategies[vertex.index]
-        if self._runs_whole(vertex):
+        if self._is_replicated(vertex):
             return results
         if strategy.sent_in:
             return self._finish_sum(vertex, strategy, results[0], residual)
@@ -204,8 +204,8 @@ class DeviceProgram:
         block, left = finish_sum(*of_sum, rows)
         return [block, form.rows_back(left.reshape(rows.shape))]
 
-    def _runs_whole(self, vertex: Vertex) -> bool:
-        return vertex.index in self.whole_operations
+    def _is_replicated(self, vertex: Vertex) -> bool:
+        return vertex.index in self.replicated_operations
 
     def _slice(self, array: Any, value: Value, spec: IndexedSpec) -> Any:
         whole = replicated_spec(len(value.shape))

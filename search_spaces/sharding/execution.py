@@ -23,10 +23,10 @@ from search_spaces.sharding.interpreter import GraphInterpreter
 from search_spaces.sharding.local_blocks import Blocks
 from search_spaces.sharding.local_operations import LocalCall, combiner, run_local
 from search_spaces.sharding.opaque.operations import runs_on_parts
+from search_spaces.sharding.replicated_operations import is_replicated
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.schedule import ProgramSchedule
 from search_spaces.sharding.spec import divides_or_pads, replicated_spec
-from search_spaces.sharding.whole_operations import runs_whole
 
 
 def make_layout(
@@ -111,7 +111,7 @@ class Execution:
         assert vertex.equation is not None
         strategy = self.layout.strategies[vertex.index]
         on_parts = runs_on_parts(vertex)
-        if on_parts and runs_whole(vertex, strategy, self.axis_sizes):  # in a plan of an older version
+        if on_parts and is_replicated(vertex, strategy, self.axis_sizes):  # in a plan of an older version
             return bind(vertex.equation, [read(o, replicated_spec(rank_of(o))) for o in vertex.operands])
         operands = [read(operand, spec) for operand, spec in zip(vertex.operands, strategy.operands, strict=True)]
         return self._on_parts(vertex, operands) if on_parts else bind(vertex.equation, operands)

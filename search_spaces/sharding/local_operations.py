@@ -3,7 +3,7 @@
 Most operations are the same on blocks as on whole arrays. Some have shapes among their parameters, which become the
 shapes of blocks (`PARAMETERS`); a few need to know where the block lies (`PLACED_OPERATIONS`): an iota starts further
 on, a gather from a split table looks up the rows that it has. Every other operation that a strategy splits is run
-whole: `whole_operations.py` tells which.
+whole: `replicated_operations.py` tells which.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -116,7 +116,7 @@ def combiner(vertex: Vertex) -> str:
 
 
 def run_local(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
-    """Returns the results' blocks before their reduction; the operation must not be one that `runs_whole`."""
+    """Returns the results' blocks before their reduction; the operation must not be one that `is_replicated`."""
     name, opaque = call.vertex.primitive, opaque_of(call.vertex)
     if opaque is not None:
         return list(opaque.run(call.equation, operands, call.parts))
@@ -150,7 +150,7 @@ def _slice_parameters(call: LocalCall) -> dict[str, Any]:
 
 
 def _group_counts(call: LocalCall) -> dict[str, Any]:
-    """Returns how many groups of a convolution are on one device; see `whole_operations`."""
+    """Returns how many groups of a convolution are on one device; see `replicated_operations`."""
     params, spec = call.equation.params, call.strategy.operands[0]
     batch, features, *_ = params["dimension_numbers"].lhs_spec
     batch_parts, feature_parts = parts_of((spec[batch], spec[features]), call.blocks.axis_sizes)

@@ -11,6 +11,7 @@ from search_spaces.sharding.factors import in_order, interchangeable_axes, kinds
 from search_spaces.sharding.given import axes_with_meaning, constraint_of, fits, rank_of, shard_map_strategy
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.opaque.operations import opaque_of, runs_on_parts
+from search_spaces.sharding.replicated_operations import is_partitioned_wrongly, is_replicated
 from search_spaces.sharding.reshard_costs import ReshardCosts
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.spec import axes_in, divides, shards, specs_of_shape
@@ -20,7 +21,6 @@ from search_spaces.sharding.strategies import (
     strategies_of_rule,
     strategy_of_spec,
 )
-from search_spaces.sharding.whole_operations import is_partitioned_wrongly, runs_whole
 
 MOST_STRATEGIES = 500
 """The most strategies of one vertex. Two mesh axes never come near it; operations of many dimensions on three do."""
@@ -209,7 +209,7 @@ class _StrategiesOnMesh:
                 strategies = tuple(dict.fromkeys((*strategies, *strategies_of_rule(other, self.axes, kinds))))
         if not self.as_program and not runs_on_parts(vertex):
             return [s for s in strategies if not is_partitioned_wrongly(vertex, s)]
-        return [s for s in strategies if not runs_whole(vertex, s, self.axes.sizes)]
+        return [s for s in strategies if not is_replicated(vertex, s, self.axes.sizes)]
 
     def kinds_of(self, vertex: Vertex) -> tuple[tuple[int, ...], ...]:
         """Ranks the kinds of a vertex's arrays among each other, so that equal layers ask for the same strategies."""

@@ -101,8 +101,9 @@ class ShardingSpace:
       given: specs that inputs must keep, by flat argument; a dimension that is None is free.
       donated: for each flat argument, whether its memory may be used again.
       memory_limit_bytes: for each device; `inf` for none.
-      as_program: whether operations are split only in ways that have a form on one device's part (`whole_operations`);
-        without it, only in ways that XLA's partitioner computes rightly (`partitioner_faults`).
+      as_program: whether operations are split only in ways that have a form on one device's part
+        (`replicated_operations`); without it, only in ways that XLA's partitioner computes rightly
+        (`partitioner_faults`).
       loaded: flat arguments that hosts load anew for each step: none is left whole on several hosts if it divides.
       offloads_state: whether arrays of the state may be in the host's memory between their updates.
       format_price_s: seconds that it costs to have something in a format, those that its part in the loss is worth: by

@@ -25,9 +25,9 @@ from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.opaque.operations import UNEVEN, name_of, opaque_of, refusal
 from search_spaces.sharding.own_collectives import stated_seconds
+from search_spaces.sharding.replicated_operations import is_replicated
 from search_spaces.sharding.spec import axes_in
 from search_spaces.sharding.strategies import strategies_of_rule
-from search_spaces.sharding.whole_operations import runs_whole
 
 _LEAST_SHARE = 0.01
 """Of the step's computing: what takes less is not worth a line of a plan."""
@@ -312,7 +312,7 @@ def _without_form(graph: Graph, rules: Sequence[Rule | None], axis_sizes: tuple[
     found: list[Vertex] = []
     for vertex, rule in _ruled_operations(graph, rules, LEAST_NOTED_ELEMENTS):
         splits = [s for s in strategies_of_rule(rule, axes) if s.parts > 1]
-        if splits and all(runs_whole(vertex, s, axis_sizes) for s in splits):
+        if splits and all(is_replicated(vertex, s, axis_sizes) for s in splits):
             found.append(vertex)
     return found
 

@@ -10,8 +10,8 @@ from jax.sharding import AxisType, NamedSharding
 
 from search_spaces.partition_specs import named_spec, partition_spec
 from search_spaces.sharding.base import Axes
+from search_spaces.sharding.replicated_operations import is_partitioned_wrongly
 from search_spaces.sharding.strategies import strategies_of_rule
-from search_spaces.sharding.whole_operations import is_partitioned_wrongly
 from tests.search_spaces.sharding.small_spaces import array, hardware_of, space_of
 
 AXES = ("x", "y", "z")

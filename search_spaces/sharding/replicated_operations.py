@@ -1,8 +1,8 @@
-"""Which operations run whole on every device although a strategy splits them: those that have no form on blocks.
+"""Which operations are replicated, computed whole on every device, although a strategy splits them.
 
-An operation has a form on blocks if it is the same there as on whole arrays (it is elementwise, or looks only along
-dimensions that a rule never splits), or if `local_operations.py` says what becomes of it. Of all others the operands
-are gathered and the results sliced, and a plan names them.
+They are those that have no form on blocks. An operation has a form on blocks if it is the same there as on whole arrays
+(it is elementwise, or looks only along dimensions that a rule never splits), or if `local_operations.py` says what
+becomes of it. Of all others the operands are gathered and the results sliced, and a plan names them.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,9 +49,11 @@ _SPLIT_ANYHOW = (
 """The operations that have a form on blocks however they are split."""
 
 
-def whole_operations(graph: Graph, strategies: Sequence[ShardingStrategy], axis_sizes: tuple[int, ...]) -> list[Vertex]:
+def replicated_operations(
+    graph: Graph, strategies: Sequence[ShardingStrategy], axis_sizes: tuple[int, ...]
+) -> list[Vertex]:
     """Returns the operations that strategies split but that have no form on blocks."""
-    return [v for v in graph.operations() if runs_whole(v, strategies[v.index], axis_sizes)]
+    return [v for v in graph.operations() if is_replicated(v, strategies[v.index], axis_sizes)]
 
 
 def impossible_operations(graph: Graph) -> list[Vertex]:
@@ -64,7 +66,7 @@ def impossible_operations(graph: Graph) -> list[Vertex]:
     return [v for v, e in equations if e is not None and (e.params.get("check_vma") or v.primitive == "io_callback")]
 
 
-def runs_whole(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
+def is_replicated(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
     """Returns whether an operation has no form on blocks with a strategy, and so runs whole on every device."""
     specs = (*strategy.operands, *strategy.unreduced)
     if not any(axes for spec in specs for axes in spec):

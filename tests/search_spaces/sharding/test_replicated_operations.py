@@ -6,21 +6,21 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from search_spaces.sharding.base import ReshardStep
+from search_spaces.sharding.replicated_operations import impossible_operations, is_replicated, replicated_operations
 from search_spaces.sharding.strategies import replicated_strategy
-from search_spaces.sharding.whole_operations import impossible_operations, runs_whole, whole_operations
 from tests.search_spaces.sharding.small_spaces import array, graph_of, space_of
 
 
 def test_only_operations_that_a_strategy_splits_run_whole():
     space = space_of(lambda x: jnp.sin(x) + jnp.prod(x), array(4, 6))
     whole = [replicated_strategy([2], [2])] * len(space.graph.vertices)
-    assert whole_operations(space.graph, whole, space.axis_sizes) == []
+    assert replicated_operations(space.graph, whole, space.axis_sizes) == []
     # The first axis splits the rows of every array: the sine is the same on blocks, a product of rows is not.
     rows = [s._replace(operands=(((0,), ()),), unreduced=(((0,), ()),)) for s in whole]
     combined = ((ReshardStep("all_reduce", 0, 1.0, ()),),)
     product = next(v.index for v in space.graph.operations() if v.primitive == "reduce_prod")
     rows[product] = rows[product]._replace(reductions=combined)
-    names = [vertex.primitive for vertex in whole_operations(space.graph, rows, space.axis_sizes)]
+    names = [vertex.primitive for vertex in replicated_operations(space.graph, rows, space.axis_sizes)]
     assert names == ["reduce_prod"]
 
 
@@ -60,5 +60,5 @@ def test_what_works_element_by_element_has_a_form_on_blocks(name, function):
         space = space_of(function, array(4, 4), sizes=(2,))
     for node in space.nodes:
         if node.vertex.kind == "operation" and node.shared_value is None:
-            whole = [s for s in node.strategies if runs_whole(node.vertex, s, space.axis_sizes)]
+            whole = [s for s in node.strategies if is_replicated(node.vertex, s, space.axis_sizes)]
             assert whole == [], f"{node.vertex.primitive} of {name} is split, but runs whole"
