@@ -402,7 +402,7 @@ def test_embeddings_that_are_sent_to_all_lie_in_their_own_order(monkeypatch):
     assert reader.params["layout"].major_to_minor == (0, 1, 2)
 
 
-def test_a_weight_that_its_hub_moves_is_gathered_from_where_the_hub_has_it(monkeypatch):
+def test_a_weight_that_a_shared_reshard_moves_is_gathered_from_there(monkeypatch):
     monkeypatch.setattr(scheduling, "_LATENCIES_IN_WINDOW", 0)
 
     def fn(weights, x):
@@ -429,7 +429,7 @@ def test_a_weight_that_its_hub_moves_is_gathered_from_where_the_hub_has_it(monke
     moved = [rows if i in converted else spec for i, spec in enumerate(layout.value_specs)]
     layout = layout._replace(value_specs=moved)
     program = space.device_program(layout, jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,)))
-    assert any(stage.fetch.chain for pause in program.schedule.pauses.values() for stage in pause.stages)
+    assert any(stage.fetch.chain for barrier in program.schedule.barriers.values() for stage in barrier.stages)
     weights = [jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5 for key in jax.random.split(jax.random.key(0), 3)]
     x = jnp.ones((ROWS, WIDTH), jnp.bfloat16)
     (result,) = jax.jit(lambda *arrays: program(*arrays))(*weights, x)
