@@ -29,7 +29,7 @@ from search_spaces.pipelines.example_groups import in_groups
 from search_spaces.pipelines.stage_labels import Key, LabelledStep
 from search_spaces.pipelines.stage_programs import StagedStep, staged_step
 from search_spaces.sharding.base import Node
-from search_spaces.sharding.edge_costs import transfer_matrices
+from search_spaces.sharding.edge_costs import EdgeCosts, transfer_matrices
 from search_spaces.sharding.graph import Graph, Value, Vertex, is_contraction
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.reshard_costs import CollectiveShares
@@ -111,7 +111,7 @@ def layer_seconds(
         elif node.shared_value is None:
             end_s[part.layer] += float(np.min(costs.node_s(node)))
     kept = [e for e in space.edges if e.node != e.reader and _is_inside(space, parts, e.node, e.reader, e.value)]
-    matrices = transfer_matrices(kept, space.nodes, space.reshard_costs, shares)
+    matrices = transfer_matrices(kept, space.nodes, EdgeCosts(space.reshard_costs, shares))
     solved: dict[bytes, float] = {}
     for part, nodes in members.items():
         index = {n: i for i, n in enumerate(nodes)}

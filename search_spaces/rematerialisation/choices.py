@@ -42,7 +42,7 @@ from search_spaces.rematerialisation.passes import (
     values_read,
     vertices_of,
 )
-from search_spaces.sharding.edge_costs import transfer_matrices
+from search_spaces.sharding.edge_costs import EdgeCosts, transfer_matrices
 from search_spaces.sharding.graph import Graph, Operand, Region, Value, Vertex
 from search_spaces.sharding.kernels import kernels_of
 from search_spaces.sharding.memory import Lifetimes, lifetimes_of
@@ -312,7 +312,7 @@ def relaxed_problem(space: ShardingSpace, passes: Sequence[Passes], network: Net
     costs = NodeCosts(space.axis_sizes, space.hardware, space.reshard_costs, shares, kernels, space.forms)
     own_s = space.problem.node_cost
     edges = [edge for edge in space.edges if (edge.reader, edge.operand) not in taken]
-    matrices = transfer_matrices(edges, space.nodes, space.reshard_costs, shares)
+    matrices = transfer_matrices(edges, space.nodes, EdgeCosts(space.reshard_costs, shares))
     usages = space.usages_with(_shorter(lifetimes_of(cut, rules, space.donated), space.graph, passes, network))
     return space.problem._replace(
         node_cost=[np.minimum(a, b) for a, b in zip(own_s, costs.all_s(space.nodes), strict=True)],

@@ -52,23 +52,32 @@ def edges_of(graph: Graph, shared_reshards: Mapping[int, int]) -> list[Edge]:
     return edges
 
 
+class EdgeCosts:
+    """Transfer matrices of edges, each made once: spaces of one function with other formats have most of them, too."""
+
+    def __init__(self, reshard_costs: ReshardCosts, shares: CollectiveShares):
+        self._reshard_costs, self._shares = reshard_costs, shares
+        self._made: dict[Hashable, tuple[np.ndarray, Any]] = {}
+
+    def transfer_s(self, edge: Edge, nodes: Sequence[Node]) -> np.ndarray:
+        """Returns what `edge_transfer_s` does, the same array for edges that agree in what it depends on."""
+        key = edge_key(edge, nodes, self._shares)
+        if key not in self._made:
+            ends = nodes[edge.node].strategies, nodes[edge.reader].strategies  # kept, since the key has their ids
+            self._made[key] = edge_transfer_s(edge, nodes, self._reshard_costs, self._shares), ends
+        return self._made[key][0]
+
+
 def transfer_matrices(
-    edges: Sequence[Edge], nodes: Sequence[Node], reshard_costs: ReshardCosts, shares: CollectiveShares
+    edges: Sequence[Edge], nodes: Sequence[Node], costs: EdgeCosts
 ) -> dict[tuple[int, int], np.ndarray]:
     """Returns one transfer matrix `[S_u, S_v]`, seconds of waiting, for each pair of nodes u, v that values go between.
 
     What a node hands to itself is free: a carry that its body leaves as it is, an argument that is returned. The edges
     of equal layers share a matrix.
     """
-    matrix_of_key: dict[Hashable, np.ndarray] = {}
-
-    def matrix(edge: Edge) -> np.ndarray:
-        key = edge_key(edge, nodes, shares)
-        if key not in matrix_of_key:
-            matrix_of_key[key] = edge_transfer_s(edge, nodes, reshard_costs, shares)
-        return matrix_of_key[key]
-
-    return merge_edges((edge.node, edge.reader, matrix(edge)) for edge in edges if edge.node != edge.reader)
+    between = (edge for edge in edges if edge.node != edge.reader)
+    return merge_edges((edge.node, edge.reader, costs.transfer_s(edge, nodes)) for edge in between)
 
 
 def edge_key(edge: Edge, nodes: Sequence[Node], shares: CollectiveShares) -> Hashable:
@@ -81,8 +90,6 @@ def edge_key(edge: Edge, nodes: Sequence[Node], shares: CollectiveShares) -> Has
     return *ends, edge.value.num_bytes, itemsize, shares.latency(edge.value), weights, shares.exposed(edge.value)
 
 
-Nodes = Sequence[Node] | Mapping[int, Node]
-"""All nodes, or those at both ends of an edge, by their index."""
 FormattedRead = tuple[IndexedSpec, str, IndexedSpec, str]
 """The spec in which a value is made and the format to which its shared reshard rounds it; the spec and the format in
 which it is read by a product."""
@@ -109,13 +116,13 @@ def shared_formats(
     return found
 
 
-def made_specs(edge: Edge, nodes: Nodes) -> list[tuple[IndexedSpec, str]]:
+def made_specs(edge: Edge, nodes: Sequence[Node]) -> list[tuple[IndexedSpec, str]]:
     """Returns the spec in which each strategy of a node makes a value, and the format to which it rounds the value."""
     node = nodes[edge.node]
     return [(s.results[edge.result], "" if node.shared_value is None else s.format) for s in node.strategies]
 
 
-def messages_of(edge: Edge, nodes: Nodes, path: Paths) -> dict[FormattedRead, Message]:
+def messages_of(edge: Edge, nodes: Sequence[Node], path: Paths) -> dict[FormattedRead, Message]:
     """Returns how a value reaches a product in a format, for all that both ends may choose; nothing for others."""
     reader = nodes[edge.reader]
     formatted = [(s, strategy.format) for s, strategy in enumerate(reader.strategies) if strategy.format]
@@ -131,7 +138,7 @@ def messages_of(edge: Edge, nodes: Nodes, path: Paths) -> dict[FormattedRead, Me
     }
 
 
-def rounding_s(edge: Edge, nodes: Nodes, reshard_costs: ReshardCosts) -> np.ndarray | None:
+def rounding_s(edge: Edge, nodes: Sequence[Node], reshard_costs: ReshardCosts) -> np.ndarray | None:
     """Returns the seconds in which a value is rounded between all strategies of both ends, `[S_u, S_v]`; None for 0."""
     messages, reader = messages_of(edge, nodes, reshard_costs.path), nodes[edge.reader]
     if not messages:
@@ -143,7 +150,7 @@ def rounding_s(edge: Edge, nodes: Nodes, reshard_costs: ReshardCosts) -> np.ndar
     return seconds
 
 
-def fill_formatted(array: np.ndarray, edge: Edge, nodes: Nodes, of_read: Mapping[FormattedRead, Any]) -> None:
+def fill_formatted(array: np.ndarray, edge: Edge, nodes: Sequence[Node], of_read: Mapping[FormattedRead, Any]) -> None:
     """Writes into an array `[S_u, S_v, ...]` what products in formats have between the strategies of both ends."""
     reader, sources = nodes[edge.reader], made_specs(edge, nodes)
     for t, strategy in enumerate(reader.strategies):
@@ -152,7 +159,9 @@ def fill_formatted(array: np.ndarray, edge: Edge, nodes: Nodes, of_read: Mapping
             array[:, t] = [of_read[*source, target, strategy.format] for source in sources]
 
 
-def edge_transfer_s(edge: Edge, nodes: Nodes, reshard_costs: ReshardCosts, shares: CollectiveShares) -> np.ndarray:
+def edge_transfer_s(
+    edge: Edge, nodes: Sequence[Node], reshard_costs: ReshardCosts, shares: CollectiveShares
+) -> np.ndarray:
     """Returns the seconds of waiting for a value between all strategies of both ends, `[S_u, S_v]`."""
     node, reader = nodes[edge.node], nodes[edge.reader]
     latency_share, weight = shares.latency(edge.value), edge.weight * shares.exposed(edge.value)

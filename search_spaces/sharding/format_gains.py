@@ -1,12 +1,11 @@
 """What products and sums gain in fewer bits, in a space in which their strategies are there again for each format."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from search_spaces.sharding.base import Coded, Edge, FormatKey, Node, ShardingStrategy
-from search_spaces.sharding.edge_costs import edge_key, edge_transfer_s
+from search_spaces.sharding.base import Coded, Edge, FormatKey, ShardingStrategy
 from search_spaces.sharding.space import ShardingSpace
 
 
@@ -27,7 +26,7 @@ def most_gains_s(space: ShardingSpace) -> dict[FormatKey, float]:
         gains[i] = exact_s - np.array(formatted_s)  # [formats, strategies]
     for edge in space.edges:
         if edge.reader in gains and edge.node != edge.reader:
-            matrix = edge_transfer_s(edge, space.nodes, space.reshard_costs, space.node_costs.shares)
+            matrix = space.edge_costs.transfer_s(edge, space.nodes)
             exact_s, *formatted_s = np.split(matrix, 1 + len(gains[edge.reader]), axis=1)
             gains[edge.reader] = gains[edge.reader] + np.max(exact_s - np.array(formatted_s), axis=1)
     products: dict[FormatKey, float] = {
@@ -60,10 +59,7 @@ def gains_s(space: ShardingSpace, choice: Sequence[int] | np.ndarray) -> dict[Fo
 
 
 class _AtChoice:
-    """Prices of two strategies of a node among the chosen ones of its neighbours; those of equal layers are made once.
-
-    The space's problem has them as well, but takes many times as long to build: it has all pairs of strategies.
-    """
+    """Prices of two strategies of a node among the chosen ones of its neighbours."""
 
     def __init__(self, space: ShardingSpace, choice: Sequence[int] | np.ndarray):
         self._space, self._choice = space, choice
@@ -73,30 +69,17 @@ class _AtChoice:
             for node in {edge.node, edge.reader} if edge.node != edge.reader else ():
                 if node in self._edges_of:
                     self._edges_of[node].append(edge)
-        self._saved_s: dict[Hashable, float] = {}
 
     def saved_s(self, node: int, before: int, after: int) -> float:
         """Returns by how many seconds a strategy of a node is cheaper than another, with its edges."""
-        key = self._space.node_costs.key(self._space.nodes[node]), before, after
-        if key not in self._saved_s:
-            own_s = self._space.node_costs.node_s(self._with(node, before, after))
-            self._saved_s[key] = float(own_s[0] - own_s[1])
-        return self._saved_s[key] + sum(self._edge_s(edge, node, before, after) for edge in self._edges_of[node])
+        own_s = self._space.node_costs.node_s(self._space.nodes[node])
+        edges_s = (self._edge_s(edge, node) for edge in self._edges_of[node])
+        return float(own_s[before] - own_s[after]) + sum(float(s[before] - s[after]) for s in edges_s)
 
-    def _edge_s(self, edge: Edge, node: int, before: int, after: int) -> float:
-        shares, other = self._space.node_costs.shares, edge.reader if edge.node == node else edge.node
-        chosen = int(self._choice[other])
-        key = edge_key(edge, self._space.nodes, shares), edge.node == node, chosen, before, after
-        if key not in self._saved_s:
-            ends = {node: self._with(node, before, after), other: self._with(other, chosen)}
-            seconds = edge_transfer_s(edge, ends, self._space.reshard_costs, shares).ravel()
-            self._saved_s[key] = float(seconds[0] - seconds[1])
-        return self._saved_s[key]
-
-    def _with(self, node: int, *strategies: int) -> Node:
-        """Returns a node that has some of its strategies only."""
-        own = self._space.nodes[node]
-        return own._replace(strategies=tuple(own.strategies[s] for s in strategies))
+    def _edge_s(self, edge: Edge, node: int) -> np.ndarray:
+        """Returns the seconds of an edge of a node for each of its strategies."""
+        seconds = self._space.edge_costs.transfer_s(edge, self._space.nodes)
+        return seconds[:, self._choice[edge.reader]] if edge.node == node else seconds[self._choice[edge.node]]
 
 
 def gains_together_s(space: ShardingSpace, choice: Sequence[int] | np.ndarray) -> dict[FormatKey, float]:

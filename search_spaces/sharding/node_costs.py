@@ -1,7 +1,9 @@
 """What a strategy costs by itself: arithmetic and memory traffic, the collectives that finish it, a preference."""
 
+import copy
 from collections.abc import Hashable, Mapping, Sequence
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +59,6 @@ class NodeCosts:
       shares: which parts of a collective's latency and time count for a value.
       kernels: what is read from memory and written to it.
       forms: a number for each vertex, equal for those that compute the same.
-      format_price_s: the products that may run in formats, and what that costs, seconds.
       host_s_per_byte: what a step waits for the copies of an array of the state that is on the host, by its input.
     """
 
@@ -69,18 +70,11 @@ class NodeCosts:
         shares: CollectiveShares,
         kernels: Kernels,
         forms: Sequence[int],
-        format_price_s: Mapping[FormatKey, float] | None = None,
         host_s_per_byte: Mapping[int, float] | None = None,
     ):
         self.axis_sizes, self.hardware, self.kernels, self._forms = axis_sizes, hardware, kernels, forms
         self._host_s_per_byte = {} if host_s_per_byte is None else host_s_per_byte
-        self._price_s: dict[tuple[int, str, str], float] = {}
-        self._priced: dict[int, list[tuple[str, str, float]]] = {}
-        for key, price_s in ({} if format_price_s is None else format_price_s).items():
-            vertex, name = key[0], key[1]
-            kind = key.kind if isinstance(key, Coded) else "product"
-            self._price_s[vertex, kind, name] = price_s
-            self._priced.setdefault(vertex, []).append((kind, name, price_s))
+        self._set_prices({})
         self.reshard_costs, self.shares = reshard_costs, shares
         self._mapped = MappedCollectives(
             reshard_costs.axis_names,
@@ -89,46 +83,70 @@ class NodeCosts:
         )
         self._chosen_compute_s: dict[tuple[int, ShardingStrategy], float] = {}
         self._compute_s_of_form: dict[Hashable, float] = {}
+        self._terms_of_key: dict[Hashable, tuple[list[np.ndarray], Any]] = {}
+
+    def with_prices(self, format_price_s: Mapping[FormatKey, float]) -> "NodeCosts":
+        """Returns the costs with what it costs to have something in a format, seconds; all else is priced once."""
+        priced = copy.copy(self)
+        priced._set_prices(format_price_s)
+        return priced
+
+    def _set_prices(self, format_price_s: Mapping[FormatKey, float]) -> None:
+        self._price_s: dict[tuple[int, str, str], float] = {}
+        self._priced: dict[int, list[tuple[str, str, float]]] = {}
+        for key, price_s in format_price_s.items():
+            vertex, name = key[0], key[1]
+            kind = key.kind if isinstance(key, Coded) else "product"
+            self._price_s[vertex, kind, name] = price_s
+            self._priced.setdefault(vertex, []).append((kind, name, price_s))
 
     def all_s(self, nodes: Sequence[Node]) -> list[np.ndarray]:
         """Returns the node costs, computed once for all nodes that agree in what they depend on."""
         cost_of_key: dict[Hashable, np.ndarray] = {}
         node_costs_s = []
         for node in nodes:
-            key = self.key(node)
+            key = self.key(node), tuple(self._priced.get(node.vertex.index, ()))
             if key not in cost_of_key:
                 cost_of_key[key] = self.node_s(node)
             node_costs_s.append(cost_of_key[key])
         return node_costs_s
 
     def key(self, node: Node) -> Hashable:
-        """Returns what a node's seconds depend on."""
+        """Returns what a node's seconds depend on besides its prices."""
         vertex = node.vertex
         shares = tuple((self.shares.latency(value), self.shares.exposed(value)) for value in vertex.results)
-        price_s = tuple(self._priced.get(vertex.index, ()))
         return (
             self._forms[vertex.index],
             node.shared_value is None,
             id(node.strategies),
             shares,
             self.kernels.at(vertex),
-            price_s,
             self._host_s_per_byte.get(vertex.index),
         )
 
     def node_s(self, node: Node) -> np.ndarray:
         """Returns the node cost `[S_v]`: the sum of the terms below; a shared reshard costs what encoding does."""
+        key = self.key(node)
+        if key not in self._terms_of_key:
+            self._terms_of_key[key] = self._terms_s(node), node.strategies  # kept, since the key has their id
+        first, *others = self._terms_of_key[key][0]
+        if node.vertex.index in self._priced:  # a shared reshard's format is that of the products, which pay for it
+            own = node.strategies if node.shared_value is None else [s._replace(format="") for s in node.strategies]
+            others = [np.array([self._format_price_s(node.vertex, s) for s in own]), *others]
+        return sum(others, first)
+
+    def _terms_s(self, node: Node) -> list[np.ndarray]:
+        """Returns the terms of a node's cost without prices, `[S_v]` each."""
         vertex, strategies = node.vertex, node.strategies
         if node.shared_value is not None:
             maxima_s = np.array([sum(seconds for _, seconds in self.shared_maxima_s(node, s)) for s in strategies])
-            kept = [s._replace(format="") for s in strategies]
-            return self.shared_reshard_s(node) + maxima_s + np.array([self._format_price_s(vertex, s) for s in kept])
-        local = self.compute_s(vertex, strategies) + self.preference_s(vertex, strategies)
-        if vertex.index in self._priced:
-            local += np.array([self._format_price_s(vertex, s) for s in strategies])
+            return [self.shared_reshard_s(node) + maxima_s]
+        terms = [self.compute_s(vertex, strategies) + self.preference_s(vertex, strategies)]
         if vertex.kind == "stack":
-            local += np.array([self.keeping_s(vertex, vertex.results[0], s.results[0], s.kept_in) for s in strategies])
-        return local + np.array([self.reduction_s(vertex, s) + self._own_collectives_s(vertex, s) for s in strategies])
+            of_value = vertex, vertex.results[0]
+            terms.append(np.array([self.keeping_s(*of_value, s.results[0], s.kept_in) for s in strategies]))
+        collectives_s = [self.reduction_s(vertex, s) + self._own_collectives_s(vertex, s) for s in strategies]
+        return [*terms, np.array(collectives_s)]
 
     def _format_price_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
         kinds = {"product": strategy.format, "sum": strategy.sent_in, "kept": strategy.kept_in}

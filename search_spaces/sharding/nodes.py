@@ -85,6 +85,7 @@ def with_formats(
     codes: Iterable[Coded],
     shared_reshard_of: Mapping[int, int],
     axis_sizes: tuple[int, ...],
+    made: dict[Hashable, tuple[ShardingStrategy, ...]],
 ) -> list[Node]:
     """Returns nodes with more strategies: those of products again for each format, then those that have codes.
 
@@ -94,13 +95,13 @@ def with_formats(
       shared_of: formats to which shared reshards round their values for several products; those without padding.
       codes: what else may be in fewer bits.
       shared_reshard_of: the nodes that decide how results are kept, by the vertices that make them.
+      made: strategies that other formats of the same nodes led to; those that are made here are added.
     """
     sent_of: dict[int, list[str]] = {}
     kept_of: dict[int, list[str]] = {}
     for vertex, name, kind in codes:
         names = sent_of.setdefault(vertex, []) if kind == "sum" else kept_of.setdefault(shared_reshard_of[vertex], [])
         names.append(name)
-    made: dict[Hashable, tuple[ShardingStrategy, ...]] = {}
     formatted = list(nodes)
     rounded_of = {**formats_of, **shared_of}
     for i in {**rounded_of, **sent_of, **kept_of}:

@@ -45,7 +45,7 @@ from search_spaces.base import Part
 from search_spaces.sharding.base import Coded, Edge, FormatKey, GivenSpec, Layout, Node, Rule, ShardingStrategy
 from search_spaces.sharding.codes import has_feedback
 from search_spaces.sharding.device_program import DeviceProgram
-from search_spaces.sharding.edge_costs import edges_of, shared_formats, transfer_matrices
+from search_spaces.sharding.edge_costs import EdgeCosts, edges_of, shared_formats, transfer_matrices
 from search_spaces.sharding.execution import Execution, chosen_layout
 from search_spaces.sharding.explaining import (
     StepPrediction,
@@ -84,7 +84,7 @@ _ON_NODES = frozenset(
     {"formats_of", "shared_formats", "nodes", "_strategy_numbers", "tied", "usages", "_transfer_matrices"}
 )
 """What of a space depends on the strategies of its nodes."""
-_ON_MEMORY = frozenset({"kernels", "lifetimes", "usages", "residuals"})
+_ON_MEMORY = frozenset({"kernels", "lifetimes", "usages", "residuals", "_unpriced_costs"})
 """What of a space depends on when the memory of values is free."""
 
 
@@ -125,6 +125,7 @@ class ShardingSpace:
 
     def with_formats(self, price_s: Mapping[FormatKey, float]) -> "ShardingSpace":
         """Returns the space with these free to be in fewer bits; what does not depend on it is not made again."""
+        _ = self._exact_nodes, self._made_strategies, self._unpriced_costs, self.edge_costs  # which all have in common
         has_other_products = self.format_price_s.keys() != price_s.keys()
         return self._with({"format_price_s": dict(price_s)}, _ON_PRICES | (_ON_NODES if has_other_products else set()))
 
@@ -245,7 +246,13 @@ class ShardingSpace:
         codes = [key for key in self.format_price_s if isinstance(key, Coded)]
         shared_reshard_of = {key.vertex: self.node_of(key) for key in codes if key.kind == "kept"}
         formats = self.formats_of, self.shared_formats
-        return with_formats(self._exact_nodes, *formats, codes, shared_reshard_of, self.axis_sizes)
+        return with_formats(
+            self._exact_nodes, *formats, codes, shared_reshard_of, self.axis_sizes, self._made_strategies
+        )
+
+    @cached_property
+    def _made_strategies(self) -> dict[Hashable, tuple[ShardingStrategy, ...]]:
+        return {}
 
     @cached_property
     def shared_formats(self) -> dict[int, tuple[str, ...]]:
@@ -339,11 +346,18 @@ class ShardingSpace:
     @cached_property
     def node_costs(self) -> NodeCosts:
         """What strategies cost by themselves."""
+        return self._unpriced_costs.with_prices(self.format_price_s)
+
+    @cached_property
+    def _unpriced_costs(self) -> NodeCosts:
         costs, shares = self.reshard_costs, self._collective_shares
         host_s = host_s_per_byte(self.graph, self.host_arrays, self.hardware, prod(self.axis_sizes))
-        return NodeCosts(
-            self.axis_sizes, self.hardware, costs, shares, self.kernels, self.forms, self.format_price_s, host_s
-        )
+        return NodeCosts(self.axis_sizes, self.hardware, costs, shares, self.kernels, self.forms, host_s)
+
+    @cached_property
+    def edge_costs(self) -> EdgeCosts:
+        """What it costs to bring a value from one node to another."""
+        return EdgeCosts(self.reshard_costs, self._collective_shares)
 
     @cached_property
     def _collective_shares(self) -> CollectiveShares:
@@ -388,7 +402,7 @@ class ShardingSpace:
 
     @cached_property
     def _transfer_matrices(self) -> dict[tuple[int, int], np.ndarray]:
-        return transfer_matrices(self.edges, self.nodes, self.reshard_costs, self.node_costs.shares)
+        return transfer_matrices(self.edges, self.nodes, self.edge_costs)
 
     @cached_property
     def problem(self) -> Problem:
