@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from cost.evaluation import evaluate
 from diffshard.base import Deadline, InfeasibleError
@@ -241,20 +240,25 @@ def best_groups(
       losses: `[groups]` what each adds to the loss.
       kinds: `[groups]` numbers, equal for groups of the same products in several formats, of which one is taken. None
         where all have others.
+
+    Source: Nemhauser and Ullmann, Discrete dynamic programming and capital allocation (1969).
     """
     if losses.sum() <= limit:
         return tuple(range(len(gains)))  # all may be in float8, and the search says which are
-    if not np.any(gains > 0):
-        return ()
     of_kind = np.arange(len(gains)) if kinds is None else np.asarray(kinds)
-    one_each = (of_kind == np.unique(of_kind)[:, None]).astype(float)
-    result = milp(
-        -gains / gains.max(),
-        integrality=np.ones(len(gains)),
-        bounds=Bounds(0, 1),
-        constraints=LinearConstraint(np.concatenate([losses[None] / limit, one_each]), -np.inf, 1.0),
-    )
-    taken = [] if result.x is None else np.flatnonzero((result.x > 0.5) & (gains > 0)).tolist()
-    while losses[taken].sum() > limit:  # by the tolerance of the solver
-        taken.remove(min(taken, key=lambda i: gains[i] / max(losses[i], 1e-300)))
-    return tuple(taken)
+    useful = np.flatnonzero((gains > 0) & (losses <= limit))
+    loss, gain, steps = np.zeros(1), np.zeros(1), []
+    for kind in np.unique(of_kind[useful]):  # the sets that no other one beats in both, with one more kind each time
+        own = useful[of_kind[useful] == kind]
+        more_loss = np.add.outer(loss, [0.0, *losses[own]]).ravel()
+        more_gain = np.add.outer(gain, [0.0, *gains[own]]).ravel()
+        order = np.lexsort((-more_gain, more_loss))
+        order = order[more_loss[order] <= limit]
+        best = order[np.diff(np.maximum.accumulate(more_gain[order]), prepend=-1.0) > 0]
+        loss, gain = more_loss[best], more_gain[best]
+        steps.append((best // (1 + len(own)), np.array([-1, *own])[best % (1 + len(own))]))
+    at, taken = -1, []  # the last set gains most
+    for earlier, group in reversed(steps):
+        taken.append(int(group[at]))
+        at = earlier[at]
+    return tuple(sorted(i for i in taken if i >= 0))

@@ -50,11 +50,20 @@ def test_the_found_plan_and_the_bound_against_every_choice_of_two_formats():
 
 
 def test_one_format_is_taken_of_each_group():
-    gains, losses = np.array([1.0, 3.0, 2.0]), np.array([0.1, 0.2, 0.2])
+    gains, losses = np.array([1.0, 2.5, 2.0]), np.array([0.1, 0.2, 0.2])
     assert best_groups(gains, losses, 0.45, [0, 0, 1]) == (1, 2)
     assert best_groups(gains, losses, 0.45) == (1, 2)
     assert best_groups(gains, losses, 0.35, [0, 0, 1]) == (0, 2)
     assert best_groups(gains, losses, 0.35) == (0, 1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_set_within_the_limit_gains_more_than_the_best_groups(seed):
+    random = np.random.default_rng(seed)
+    gains, losses, kinds = random.normal(0.5, 1.0, 9), random.exponential(size=9) ** 2, [i % 5 for i in range(9)]
+    sets = [[i for i in range(9) if number >> i & 1] for number in range(2**9)]
+    within = [s for s in sets if losses[s].sum() <= 0.6 and len({kinds[i] for i in s}) == len(s)]
+    assert best_groups(gains, losses, 0.6, kinds) == tuple(max(within, key=lambda s: gains[s].sum()))
 
 
 def test_rules_of_two_formats():
