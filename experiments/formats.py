@@ -2,7 +2,7 @@
 
     python -m experiments.formats --models gpt --mesh 8 --hardware b200 --products float8 float4 [--searches 3]
     python -m experiments.formats --joint --models gpt
-    python -m experiments.formats --compile decoder --mesh 2x4 [--products float8 float8_delayed]
+    python -m experiments.formats --compile decoder --mesh 2x4 [--products float8 float8_delayed] [--sums int8]
 
 The first searches for each model and budget with several seeds, for the calls as for the solver. Increases are measured
 on a small model by two looks ahead and two validation runs, and priced on a model of the same code that is wide enough
@@ -10,7 +10,8 @@ for its products to pay, on 8 GPUs. What is found stands against the simple rule
 training the small model adds to the loss, with seeds and batches that no search had. Formats are emulated exactly on
 one device. The second holds the search for both at once against shardings first and formats afterwards, on slower and
 faster links and with less memory. The last compiles a model of `experiments.timeline_models` for H100s (the extra
-`gpu-compile`) with exact products and with all that gain by a format in it, and plays the programs back.
+`gpu-compile`) with exact products and with all products, and sums of gradients, that gain by a format in it, and plays
+the programs back.
 """
 
 import argparse
@@ -46,7 +47,7 @@ from diffshard.sharding_search.format_search import (
     first_start,
     predicted_increase,
 )
-from diffshard.sharding_search.number_formats import ProductGroup, all_groups, offered_groups, product_groups
+from diffshard.sharding_search.number_formats import GRADIENTS, ProductGroup, all_groups, offered_groups, product_groups
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.planning import fastest_choice
 from diffshard.sharding_search.request import PlanRequest
@@ -236,16 +237,20 @@ def faster(link: diffshard.Link, factor: float) -> diffshard.Link:
     return dataclasses.replace(link, s_per_byte=link.s_per_byte / factor, by_kind=by_kind)
 
 
-def compiled_table(name: str, mesh_text: str, sizes: str, products: Sequence[str], time_limit_s: float) -> None:
-    """Compiles a model with exact products and with those in each format that gain, and prints the timelines."""
+def compiled_table(
+    name: str, mesh_text: str, sizes: str, products: Sequence[str], sums: Sequence[str], time_limit_s: float
+) -> None:
+    """Compiles a model as it is, and with products in each format and sums that gain, and prints the timelines."""
     case = CASES[name]
     model = case.make(batch=case.batches[mesh_text], **(case.full if sizes == "full" else case.small))
     mesh = MESHES["h100"](parse_mesh(mesh_text))
     hardware = diffshard.preset("h100", dict(mesh.shape))
-    every = {name: {g.name: 0.0 for g in groups_of(model, mesh, hardware, [name])} for name in products}
+    of_sums = {f"{GRADIENTS} in {name}": 0.0 for name in sums}
+    every = {name: {g.name: 0.0 for g in groups_of(model, mesh, hardware, [name])} | of_sums for name in products}
     rows, rates = [], achievable_rates(hardware)
     for label, increases in (("exact", {}), *every.items()):
-        formats = diffshard.formats.Formats(ANY_LOSS, increases=increases, products=[label] if increases else products)
+        own = [label] if increases else products
+        formats = diffshard.formats.Formats(ANY_LOSS, increases=increases, products=own, sums=sums)
         step = diffshard.search(
             model.step, mesh, hardware=hardware, time_limit_s=time_limit_s, donate_argnums=0, formats=formats
         )
@@ -259,9 +264,10 @@ def compiled_table(name: str, mesh_text: str, sizes: str, products: Sequence[str
         sent = sum(num_bytes for (kind, _), num_bytes in plan.collective_bytes.items() if kind == "all_gather")
         coded = len(re.findall(r"f8\w+\[[^=]*all-gather(?:-start)?\(", hlo))
         row = [format_s(plan.step_s), format_s(plan.lower_bound_s), format_s(timeline.step_s), kernels]
-        rows.append([label, *row, format_bytes(sent), str(coded)])
+        num_sums = sum(bool(operation.sent_in) for operation in plan.operations)
+        rows.append([label, *row, format_bytes(sent), str(coded), str(num_sums)])
         print(*rows[-1], *timeline.notes, sep="  ", flush=True)
-    columns = ["products", "predicted", "bound", "timeline", "in float8", "gathered", "as codes"]
+    columns = ["products", "predicted", "bound", "timeline", "in float8", "gathered", "as codes", "sums"]
     print_table(f"{name} on {mesh_text} H100s, compiled", columns, rows)
 
 
@@ -271,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["gpt"])
     parser.add_argument("--joint", action="store_true", help="compare with formats that are chosen afterwards instead")
     parser.add_argument("--products", nargs="*", choices=FORMATS, default=["float8"], help="formats of products")
-    parser.add_argument("--sums", nargs="*", choices=CODES, default=["bfloat16", "int8"], help="formats of sums")
+    parser.add_argument("--sums", nargs="*", choices=CODES, help="formats of sums; bfloat16 and int8, or none compiled")
     parser.add_argument(
         "--hardware", choices=("h100", "b200"), default="h100", help="that the wide model is priced for"
     )
@@ -285,9 +291,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds of the solver for each plan")
     options = parser.parse_args(argv)
     if options.compile:
-        compiled_table(options.compile, options.mesh, options.sizes, options.products, options.time_limit)
+        kinds = options.products, options.sums or ()
+        compiled_table(options.compile, options.mesh, options.sizes, *kinds, options.time_limit)
         return 0
-    kinds = {"products": options.products, "sums": options.sums}
+    sums = ["bfloat16", "int8"] if options.sums is None else options.sums
+    kinds = {"products": options.products, "sums": sums}
     for model in options.models:
         setting = Setting.of(model, options.sizes, options.hardware, parse_mesh(options.mesh))
         if options.joint:
