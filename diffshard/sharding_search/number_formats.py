@@ -63,7 +63,8 @@ class Formats:
         of the mean loss of the last fifth of each.
       measured_fn: the function that `calls` and `validation_runs` are of, where the searched one is too large for one
         device: a narrower model of the same code, whose products have the same names. None takes the searched one.
-      products: the formats that products may be in, besides their own: "float8" (with a scale for each tensor),
+      products: the formats that products of matrices may be in, besides their own; convolutions, whose operands XLA
+        widens again, stay as they are. There are "float8" (with a scale for each tensor),
         "float8_delayed" (the same, by the largest magnitudes of the last steps), "float8_rows" and "int8" (a scale for
         each row of what is contracted), "float4" (e2m1, a scale for 32 numbers). The hardware must have the rate of
         each. Where a plan has products with delayed scales the step takes and returns a `Carried` in the place of the
