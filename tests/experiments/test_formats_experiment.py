@@ -6,7 +6,7 @@ import optax
 import pytest
 from flax import linen as nn
 
-from experiments import format_estimates, format_models, formats
+from experiments import format_estimates, format_front, format_models, formats
 from experiments.models import gpt
 
 
@@ -51,6 +51,13 @@ def test_what_is_found_stands_beside_the_rules(capsys):
     assert [row[:2] for row in found] == [["0.005", "0"], ["0.02", "0"]]
     assert all(float(ratio) <= 1 for _, _, _, ratio, *_ in found)
     assert all(float(measured) <= float(budget) for budget, _, _, _, _, measured, *_ in found)
+
+
+def test_with_increases_of_trainings_what_is_found_is_held_against_rules_within_the_budget(capsys):
+    format_front.main(["--sizes", "small", "--mesh", "2x4", "--steps", "2", "--seeds", "1", "--budgets", "1"])
+    lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    ((ratio, bound),) = ([float(cell) for cell in line[3:5]] for line in lines if line[0] == "1")
+    assert 0 < bound <= ratio <= 1.001  # where each rule is within the budget, no rule is faster than what is found
 
 
 def test_both_at_once_is_held_against_one_after_the_other(capsys):
