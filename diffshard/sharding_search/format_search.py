@@ -34,10 +34,11 @@ _SEARCH_SHARE = 0.15
 
 
 class _Priced(NamedTuple):
-    """The solution at one price: the seconds of its step without the price, and its loss."""
+    """The solution at one price: the seconds of its step without the price, its loss, and what is in fewer bits."""
 
     seconds: float
     loss: float
+    keys: frozenset[FormatKey]
 
 
 class FoundFormats(NamedTuple):
@@ -129,16 +130,21 @@ def fastest_within(
         bound_of_any_s = bound_s if price == 0 else bound_of_any_s
         keys = priced.layout(solution.choice).in_fewer_bits
         loss = predicted_increase(groups, increases, keys)
-        solutions.append(_Priced(solution.cost - price * loss, loss))
+        solutions.append(_Priced(solution.cost - price * loss, loss, frozenset(keys)))
         starts.append(Start(in_own_formats(priced, solution.choice), kept_in(keys)))
         price = _next_price(solutions, limit)
+    sets = _candidates(space, groups, losses, starts, limit)
+    allowed_sets = [(start.kept.union(*(groups[i].members for i in chosen)), start) for chosen, start in sets]
+    within = [(s.seconds, i) for i, s in enumerate(solutions) if s.loss <= limit]
+    if within:  # it knows which products share a rounding, and sums of gains do not
+        index = min(within)[1]
+        allowed_sets.append((solutions[index].keys, starts[index + 1]))
     best = None
-    for chosen, start in _candidates(space, groups, losses, starts, limit):
-        allowed = start.kept.union(*(groups[i].members for i in chosen))
+    for allowed, start in allowed_sets:
         planned = plan_with(request, allowed, deadline, start)
         if best is None or planned[0].step_s < best[0].step_s:
             best = planned
-        if len(chosen) == len(groups):  # all are free, as at the price 0
+        if len(allowed) == len(space.format_price_s):  # all are free, as at the price 0
             bound_of_any_s = max(bound_of_any_s, planned[0].lower_bound_s)
     if best is None:
         raise InfeasibleError(

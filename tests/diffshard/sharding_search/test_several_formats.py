@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import diffshard
+from diffshard.sharding_search import format_search
 from diffshard.sharding_search.format_rules import simple_rules
 from diffshard.sharding_search.format_search import best_groups
 from diffshard.sharding_search.number_formats import groups_of
@@ -47,6 +48,18 @@ def test_the_found_plan_and_the_bound_against_every_choice_of_two_formats():
     assert plan.step_s <= best_s * (1 + 1e-6)
     assert plan.step_s < exact_s
     assert {group.format for group in plan.formats.groups if group.num_rounded} == {"float8", "float4"}
+
+
+def test_the_best_solution_at_a_price_is_a_candidate_itself(monkeypatch):
+    mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    args = jax.eval_shape(lambda: arguments(8192, 8192))
+    names = [group.name for group in groups_of(traced(train_step, arguments(32, 32))[2].graph, BOTH)]
+    plan = search(mesh, b200(mesh), 1.0, BOTH, increases=dict.fromkeys(names, 0.01)).plan(*args)
+    monkeypatch.setattr(format_search, "_candidates", lambda *_: [])
+    same = search(mesh, b200(mesh), 1.0, BOTH, increases=dict.fromkeys(names, 0.01)).plan(*args)
+    assert same.formats is not None
+    assert any(group.num_rounded for group in same.formats.groups)
+    assert same.step_s == pytest.approx(plan.step_s, rel=1e-6)
 
 
 def test_one_format_is_taken_of_each_group():
