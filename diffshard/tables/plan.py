@@ -285,7 +285,7 @@ class TablePlan(TablePlanData, PlanRecord):
         return {name: orders[name].renumbered(own) if name in orders else own for name, own in ids.items()}
 
     def _seconds(self, batch_size: int) -> tuple[float, float]:
-        """Returns the predicted seconds of lookups of so many examples, and of the rest of the step."""
+        """Returns the predicted seconds of looking up `batch_size` examples, and those of the rest of the step."""
         if self.learned is not None:
             return self.learned.of_part(batch_size / self.devices.batch_size)
         return lookup_and_update_s(self.tables, self.pieces, dataclasses.replace(self.devices, batch_size=batch_size))

@@ -49,6 +49,16 @@ def train(replanner: Replanner, seconds: Sequence[float], num_steps: int, noise:
     return ran
 
 
+def with_a_proposal_to_try() -> tuple[Replanner, float, int]:
+    """Returns decisions that wait for another measurement before a trial, seconds of a step, and the plan to try."""
+    replanner, step_s = replanner_that_finds(GOOD), plan_with(FIRST).step_s
+    record(replanner, step_s)
+    number = replanner.proposal(WINDOW, 10**4, PRICES)
+    assert number == 1
+    replanner.measure_again()
+    return replanner, step_s, number
+
+
 def num_moves(ran: Sequence[int]) -> int:
     return int(np.count_nonzero(np.diff(ran)))
 
@@ -119,11 +129,7 @@ def test_a_lasting_change_opens_the_rates_again_and_the_next_one_needs_twice_the
 
 
 def test_a_plan_is_measured_again_before_another_one_is_tried():
-    replanner, step_s = replanner_that_finds(GOOD), plan_with(FIRST).step_s
-    record(replanner, step_s)
-    number = replanner.proposal(WINDOW, 10**4, PRICES)
-    assert number == 1
-    replanner.measure_again()
+    replanner, step_s, number = with_a_proposal_to_try()
     assert record(replanner, 1.1 * step_s, 2) == [True, False]
     replanner.try_plan(number, 2 * WINDOW, "")
     record(replanner, 1.05 * step_s)
@@ -131,11 +137,7 @@ def test_a_plan_is_measured_again_before_another_one_is_tried():
 
 
 def test_a_machine_that_has_changed_before_a_trial_is_noticed_and_the_trial_is_compared_in_its_environment():
-    replanner, step_s = replanner_that_finds(GOOD), plan_with(FIRST).step_s
-    record(replanner, step_s)
-    number = replanner.proposal(WINDOW, 10**4, PRICES)
-    assert number == 1
-    replanner.measure_again()
+    replanner, step_s, number = with_a_proposal_to_try()
     assert record(replanner, 3 * step_s, FIRST_PATIENCE) == [False] * (FIRST_PATIENCE - 1) + [True]
     assert replanner.history[-1].action == "environment changed"
     replanner.try_plan(number, 2 * WINDOW, "")
