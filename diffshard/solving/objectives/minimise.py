@@ -46,6 +46,9 @@ _GAP_SHARE, _MOST_GAP = 0.1, 1e-2
 _FEWEST_PROBLEMS, _MOST_PROBLEMS, _MOST_NODES = 3, 100, 1500
 """Tangents that are solved at least and at most where no time limit says so, and the nodes of those between, so that
 large problems stay fast. On steps that links bound 8 led to as good plans as 80."""
+_MOST_FRUITLESS, _PROGRESS = 6, 0.01
+"""The search ends after so many tangents in a row that close less than this share of the gap. What is left then comes
+from choices being whole, and each level of branches closes little of it."""
 _SETTLED = 1e-6
 """A mixture is optimal where the cheapest choice under its tangent gains less than this relative to its cost."""
 _WHOLE = 1e-6
@@ -80,6 +83,8 @@ class _Search:
     best_choice: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     lower_bound: float = -math.inf
     num_problems: int = 0
+    gap_at_progress: float = math.inf
+    problems_at_progress: int = 0
     history: list[tuple[float, float, float]] = field(default_factory=list)
 
     def __post_init__(self):
@@ -96,7 +101,8 @@ class _Search:
 
     def is_done(self) -> bool:
         """Returns whether the search has to end."""
-        return self.gap() <= self.stop_gap or self.num_problems >= self.most_problems or self.is_over()
+        is_stuck = self.num_problems - self.problems_at_progress >= _MOST_FRUITLESS and math.isfinite(self.gap())
+        return self.gap() <= self.stop_gap or is_stuck or self.num_problems >= self.most_problems or self.is_over()
 
     def has_own_slopes(self) -> bool:
         """Returns whether the objective's own tangents lead elsewhere than those from which the bound comes."""
@@ -143,6 +149,8 @@ class _Search:
 
     def report(self) -> None:
         """Writes the best price and the bound down, and tells them."""
+        if self.gap() < (1 - _PROGRESS) * self.gap_at_progress:
+            self.gap_at_progress, self.problems_at_progress = self.gap(), self.num_problems
         bound = self.lower_bound if self.tangents.is_convex else -math.inf
         self.history.append((time.perf_counter() - self.begin_s, self.best_price, bound))
         self.tell(self.best_price, bound)
