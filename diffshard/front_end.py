@@ -178,11 +178,12 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
         It does not go with `remat`, `check="compile"`, `cache` and `pipeline`.
       formats: rounds products to float8, where that gains time, as far as the loss allows: a `Formats`, which says how
         far and has calls of the step to measure it by. Shardings and formats are searched together, and the plan's
-        bound holds for all of both. It may also send partial sums in fewer bits (`Formats.sums`), and keep arrays for
-        the backward pass in fewer (`Formats.kept`). None leaves all numbers as they are. It takes the executor
-        "program", hardware with a rate for the formats of products, and none of `remat`, `check`, `objective` and
-        `pipeline`. With `devices` each shape of the mesh is such a search, which measures anew. A plan of `start` is
-        taken as it is if its formats were chosen within the same limit of the same groups, whatever the calls.
+        bound holds for all of both. It may also send partial sums in fewer bits (`Formats.sums`), keep arrays for the
+        backward pass in fewer (`Formats.kept`), and exchange activations in fewer (`Formats.exchanges`). None leaves
+        all numbers as they are. It takes the executor "program", hardware with a rate for the formats of products, and
+        none of `remat`, `check`, `objective` and `pipeline`. With `devices` each shape of the mesh is such a search,
+        which measures anew. A plan of `start` is taken as it is if its formats were chosen within the same limit of the
+        same groups, whatever the calls.
       progress: "terminal" shows the best cost and the bound in one live line on stderr once a search lasts over two
         seconds, but only on a terminal; "none" shows nothing. `plan(..., progress=...)` takes a function instead, but
         not with `pipeline`.

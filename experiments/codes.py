@@ -5,7 +5,8 @@
     python -m experiments.codes --compile decoder --mesh 4x8 [--links 0.25] [--exposed-share 0.8] [--formats int8]
 
 The first trains a small model from the start on one device, which sums in as many parts as devices would, with the sums
-of all gradients in each format, without error feedback and with it, and with all arrays of the forward pass kept in it.
+of all gradients in each format, without error feedback and with it, with all arrays of the forward pass kept in it, and
+with all exchanges of activations that there could be in it.
 The second trains with all products in each format. The third compiles a model of `experiments.timeline_models` for
 H100s (the extra `gpu-compile`) with sums as they are, and in each format wherever that gains, whatever the loss says,
 for links between hosts of some share of the preset's bandwidth; and plays the programs back. `experiments.remat`
@@ -22,7 +23,7 @@ import diffshard
 from diffshard.checks.kernel_work import H100_HOST, achievable_rates
 from diffshard.checks.timeline import simulate
 from diffshard.plans.formats import format_s
-from diffshard.sharding_search.number_formats import GRADIENTS, KEPT
+from diffshard.sharding_search.number_formats import EXCHANGES, GRADIENTS, KEPT
 from experiments.format_models import MODELS, Setting
 from experiments.formats import faster
 from experiments.host_devices import parse_mesh
@@ -45,10 +46,12 @@ def training_table(
 ) -> None:
     """Trains with everything exact, with each kind of codes in each format, and with all products in each format."""
     sums = [*names, *(name + FEEDBACK for name in names)] if "sums" in kinds else []
-    kept = names if "kept" in kinds else []
-    losses = setting.losses(steps, seeds, num_devices, products=products, sums=sums, kept=kept)
+    kept, exchanges = (names if kind in kinds else [] for kind in ("kept", "exchanges"))
+    losses = setting.losses(
+        steps, seeds, num_devices, products=products, sums=sums, kept=kept, exchanges=exchanges
+    )  # fmt: skip
     groups = losses.groups.values()
-    chosen = [group for group in groups if group.place in (GRADIENTS, KEPT)]
+    chosen = [group for group in groups if group.place in (GRADIENTS, KEPT, *EXCHANGES.values())]
     members = {"exact": frozenset(), **{group.name: group.members for group in chosen}}
     for name in products:
         own = (group.members for group in groups if group.kind == "product" and group.format == name)
@@ -108,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=200, help="of each training")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--devices", type=int, default=8, help="that share each sum")
-    parser.add_argument("--kinds", nargs="*", choices=("sums", "kept"), default=["sums", "kept"])
+    parser.add_argument("--kinds", nargs="*", choices=("sums", "kept", "exchanges"), default=["sums", "kept"])
     parser.add_argument("--products", nargs="*", choices=PRODUCTS, default=[], help="formats of all products")
     parser.add_argument(
         "--sgd", type=float, help="train the GPT by SGD with momentum 0.9 at this step size, not by adamw"

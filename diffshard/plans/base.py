@@ -106,6 +106,7 @@ class Operation:
         "float8"; "" for what runs as it was traced.
       sent_in: the format of the codes in which partial sums are sent, such as "int8"; "" for the result's own type.
       kept_in: the same for the codes as which the result is kept for the backward pass.
+      exchanged_in: the same for the codes as which the result is exchanged between devices.
     """
 
     kind: Literal["operation", "input", "constant", "carry", "slice", "stack", "join"]
@@ -124,6 +125,7 @@ class Operation:
     format: str = ""
     sent_in: str = ""
     kept_in: str = ""
+    exchanged_in: str = ""
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,8 @@ class FormatGroup:
       loss_increase: predicted for a whole training with all of them in the format; inf where a loss was not finite.
       gain_s: seconds of a step that those in the format gain.
       format: its name.
-      kind: "product", "sum" for partial sums that are sent as codes, "kept" for arrays that are kept as codes.
+      kind: "product", "sum" for partial sums that are sent as codes, "kept" for arrays that are kept as codes,
+        "exchange" for activations that are exchanged as codes.
     """
 
     name: str

@@ -196,6 +196,7 @@ def _notes(first: PlanData, second: PlanData, alignment: Alignment) -> tuple[str
         ("products have other number formats", "format"),
         ("sums are sent in other formats", "sent_in"),
         ("arrays are kept in other formats", "kept_in"),
+        ("arrays are exchanged in other formats", "exchanged_in"),
     ):
         pairs = ((i, first.operations[i], second.operations[j]) for i, j in matched)
         differing = [i for i, one, other in pairs if getattr(one, field) != getattr(other, field)]

@@ -123,7 +123,7 @@ def _remat(remat: Rematerialisation) -> str:
     return f"{kept}, {count} operation{'s' if count != 1 else ''} computed again{takes}"
 
 
-_KINDS = {"product": "products", "sum": "sums", "kept": "kept arrays"}
+_KINDS = {"product": "products", "sum": "sums", "kept": "kept arrays", "exchange": "exchanges"}
 
 
 def _formats(formats: PlannedFormats) -> str:

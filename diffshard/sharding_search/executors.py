@@ -154,9 +154,9 @@ def _evaluator(
     layout = layout_of(plan, space)
     if layout.in_fewer_bits and plan.executor != "program":
         raise PlanError(
-            f"The plan has {len(layout.rounded)} products and {len(layout.coded)} sums or kept arrays in fewer bits, "
-            f'which `executor` "{plan.executor}" does not keep to. Take `executor="program"`, or search without '
-            "`formats`."
+            f"The plan has {len(layout.rounded)} products and {len(layout.coded)} sums, kept arrays or exchanges in "
+            f'fewer bits, which `executor` "{plan.executor}" does not keep to. Take `executor="program"`, or search '
+            "without `formats`."
         )
     has_own_form = plan.host_bytes > 0 or any(runs_on_parts(v) for v in space.graph.operations())
     if plan.executor == "propagation" and has_own_form:

@@ -69,7 +69,10 @@ def plan_facts(plan: PlanData) -> dict[str, str]:
     arguments = {f"the plan's `{tensor.path}`": str(tensor.partition_spec) for tensor in plan.arguments}
     arrays = [(t.path, t.shape, t.dtype, t.spec, t.on_host) for t in (*plan.arguments, *plan.outputs)]
     operations = [
-        (o.signature, o.operands, o.unreduced, o.results, o.value_specs, o.reductions, o.format, o.sent_in, o.kept_in)
+        (
+            *(o.signature, o.operands, o.unreduced, o.results, o.value_specs, o.reductions),
+            *(o.format, o.sent_in, o.kept_in, o.exchanged_in),
+        )
         for o in plan.operations
     ]
     layout = hashlib.sha256(repr((arrays, operations)).encode()).hexdigest()

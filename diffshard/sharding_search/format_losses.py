@@ -24,7 +24,7 @@ from diffshard.sharding_search.options import Options
 from search_spaces.sharding.base import FormatKey
 from search_spaces.sharding.graph import Graph
 from search_spaces.sharding.kept_codes import LateReads
-from search_spaces.sharding.number_formats import KeptInCodes, MixedProducts, SumsInParts
+from search_spaces.sharding.number_formats import ExchangedInCodes, KeptInCodes, MixedProducts, SumsInParts
 from search_spaces.sharding.product_formats import FORMATS, is_backward
 from search_spaces.sharding.space import ShardingSpace
 
@@ -76,7 +76,9 @@ class MeasuredLosses:
         self._take_calls(formats)
         vertices = dict.fromkeys(v.index for group in self.groups.values() for v in group.vertices)
         self._row = {vertex: row for row, vertex in enumerate(vertices)}
-        names = {"product": formats.products, "sum": formats.sums, "kept": formats.kept}
+        names = {
+            "product": formats.products, "sum": formats.sums, "kept": formats.kept, "exchange": formats.exchanges
+        }  # fmt: skip
         columns = [(kind, name) for kind, own in names.items() for name in own]
         self._column = {kind_and_name: column for column, kind_and_name in enumerate(columns)}
         sums = SumsInParts(formats.sums, space.rules, num_devices)
@@ -84,7 +86,9 @@ class MeasuredLosses:
         kept = KeptInCodes(formats.kept, space.residuals.late_reads(kept) if kept else LateReads())
         replaced = [(i, argument) for i, argument in enumerate(self.graph.feedback) if argument is not None]
         layout = space.layout([0] * len(space.nodes))
-        mixed = MixedProducts(self.graph, layout, self._row, [FORMATS[name] for name in formats.products], sums, kept)
+        exchanged = [v.index for g in self.groups.values() if g.kind == "exchange" for v in g.vertices]
+        codes = sums, kept, ExchangedInCodes(formats.exchanges, frozenset(exchanged))
+        mixed = MixedProducts(self.graph, layout, self._row, [FORMATS[name] for name in formats.products], *codes)
         self.overflows: Counter[str] = Counter()
         """How many operands of each group had numbers that are not finite, and so no scale."""
         self.look = Look(mixed, replaced, self._loss, self._count_overflow)

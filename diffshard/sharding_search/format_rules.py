@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from diffshard.sharding_search.number_formats import GRADIENTS, KEPT, ProductGroup
+from diffshard.sharding_search.number_formats import EXCHANGES, GRADIENTS, KEPT, ProductGroup
 from search_spaces.sharding.base import FormatKey
 from search_spaces.sharding.product_formats import FORMATS, is_backward
 
@@ -18,12 +18,13 @@ def simple_rules(groups: Sequence[ProductGroup]) -> dict[str, frozenset[FormatKe
     and last product, and of many equal products the first and the last. With several formats each has these rules, and
     more mix the one of most bits and the one of fewest: in the latter may be all products that can be, all but the
     head, all but the first and last layers, those of the forward pass, or those of the backward pass. Other rules send
-    the sums of all gradients in one format, or keep all arrays for the backward pass in one.
+    the sums of all gradients in one format, keep all arrays for the backward pass in one, or exchange all activations
+    or all their gradients in one.
 
     Args:
-      groups: all products, sums and kept arrays of a step, in each format that they may be in.
+      groups: all products, sums, kept arrays and exchanges of a step, in each format that they may be in.
     """
-    rules = {group.name: group.members for group in groups if group.place in (GRADIENTS, KEPT)}
+    rules = {group.name: group.members for group in groups if group.place in (GRADIENTS, KEPT, *EXCHANGES.values())}
     groups = [group for group in groups if group.kind == "product"]
     vertices = [(vertex, group.place) for group in groups for vertex in group.vertices]
     backward = min((v.position for v, _ in vertices if is_backward(v)), default=math.inf)

@@ -11,9 +11,10 @@ from diffshard.base import PlanError
 from diffshard.plans.base import Operation, PlanData
 from search_spaces.partition_specs import IndexedSpec, indexed_spec
 from search_spaces.sharding.base import Coded, Layout, ReshardStep, ShardingStrategy
+from search_spaces.sharding.coded_exchanges import with_used_exchanges
 from search_spaces.sharding.coded_sums import can_be_coded
 from search_spaces.sharding.codes import FORMATS as CODES
-from search_spaces.sharding.codes import SUMS, sums_in
+from search_spaces.sharding.codes import SUMS, is_narrower, sums_in
 from search_spaces.sharding.execution import make_layout
 from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.host_state import on_host
@@ -71,6 +72,7 @@ def layout_of(plan: PlanData, space: ShardingSpace) -> Layout:
             value_specs[value.id] = spec
     in_formats = _rounded(plan, space) | _coded(plan, space, strategies)
     layout = make_layout(space.graph, strategies, value_specs).with_formats(in_formats)
+    _check_exchanges(plan, space, layout)
     return on_host(layout, _on_host(plan, space), space.graph)
 
 
@@ -103,6 +105,7 @@ def _coded(plan: PlanData, space: ShardingSpace, strategies: Sequence[ShardingSt
     sums = [Coded(i, operation.sent_in) for i, operation in enumerate(plan.operations) if operation.sent_in]
     kept = [Coded(i, operation.kept_in, "kept") for i, operation in enumerate(plan.operations) if operation.kept_in]
     residuals = {residual.value.vertex for residual in space.residuals.of_value.values()} if kept else set()
+    exchanged = [Coded(i, o.exchanged_in, "exchange") for i, o in enumerate(plan.operations) if o.exchanged_in]
     for coded in (*sums, *kept):
         vertex, operation = space.graph.vertices[coded.vertex], plan.operations[coded.vertex]
         is_kept = coded.kind == "kept"
@@ -116,7 +119,21 @@ def _coded(plan: PlanData, space: ShardingSpace, strategies: Sequence[ShardingSt
                 f"The plan {'keeps the result' if is_kept else 'sends the sums'} of {operation.signature} "
                 f"({operation.source}) in {coded.format}, in which that cannot be."
             )
-    return frozenset((*sums, *kept))
+    return frozenset((*sums, *kept, *exchanged))
+
+
+def _check_exchanges(plan: PlanData, space: ShardingSpace, layout: Layout) -> None:
+    exchangeable = {vertex.index for vertex in space.exchangeable} if layout.coded else set()
+    used = with_used_exchanges(space.reshard_costs.path, space.graph, layout).coded
+    for coded in layout.coded:
+        vertex, operation = space.graph.vertices[coded.vertex], plan.operations[coded.vertex]
+        is_format = coded.vertex in exchangeable and coded.format in CODES
+        can_be = is_format and is_narrower(coded.format, vertex.results[0].dtype) and coded in used
+        if coded.kind == "exchange" and not can_be:
+            raise PlanError(
+                f"The plan exchanges the result of {operation.signature} ({operation.source}) in {coded.format}, in "
+                "which that cannot be."
+            )
 
 
 def has_reductions(plan: PlanData) -> bool:

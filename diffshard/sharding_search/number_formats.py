@@ -27,6 +27,8 @@ GRADIENTS = "sums of gradients"
 """The place of their group."""
 KEPT = "arrays kept for the backward pass"
 """The place of these."""
+EXCHANGES = {"forward": "exchanges of the forward pass", "backward": "exchanges of the backward pass"}
+"""The places of activations and of their gradients that are exchanged between devices, by their direction."""
 _SUMS = {"gradient": GRADIENTS, "forward": "forward sums", "backward": "backward sums"}
 """What groups of sums are called, by their direction."""
 _LAYER_NUMBER = re.compile(r"\d+")
@@ -76,6 +78,9 @@ class Formats:
       kept: the formats of codes, as for `sums`, as which arrays may be kept from the forward to the backward pass, also
         those that a scan stacks for it. That takes time and saves memory, so that it is chosen where the memory limit
         asks for it.
+      exchanges: the formats of codes, as for `kept`, as which activations and their gradients may be exchanged between
+        devices, as tokens are that go to experts: in all-to-alls and permutes, which change by which dimension an array
+        is split.
     """
 
     max_loss_increase: float
@@ -92,6 +97,7 @@ class Formats:
     products: Sequence[str] = ("float8",)
     sums: Sequence[str] = ()
     kept: Sequence[str] = ()
+    exchanges: Sequence[str] = ()
 
     @property
     def look_starts(self) -> list[int]:
@@ -103,19 +109,19 @@ class Formats:
 
 
 class ProductGroup(NamedTuple):
-    """Products of equal layers that have equal places there, in one format; or sums of one direction; or kept arrays.
+    """Products with equal places in equal layers, in one format; sums or exchanges of one direction; or kept arrays.
 
     Attributes:
       name: its place, the pass, and the contracted dimensions of both operands; then the format, unless it is float8.
-        Of sums their direction and the format.
-      place: modules and line without numbers of layers; of sums their direction; `KEPT`.
+        Of sums and exchanges their direction and the format.
+      place: modules and line without numbers of layers; of sums and exchanges their direction; `KEPT`.
     """
 
     name: str
     place: str
     vertices: tuple[Vertex, ...]
     format: str
-    kind: Literal["product", "sum", "kept"] = "product"
+    kind: Literal["product", "sum", "kept", "exchange"] = "product"
 
     @property
     def members(self) -> frozenset[FormatKey]:
@@ -167,8 +173,11 @@ def check_formats(formats: Any, hardware: Hardware) -> None:
     _check_products(formats.products, hardware)
     _check_names("sums", formats.sums, SUMS)
     _check_names("kept", formats.kept, CODES)
-    if not (formats.products or formats.sums or formats.kept):
-        raise ValueError("`Formats` has neither `products` nor `sums` nor `kept`: give the formats of one of them.")
+    _check_names("exchanges", formats.exchanges, CODES)
+    if not (formats.products or formats.sums or formats.kept or formats.exchanges):
+        raise ValueError(
+            "`Formats` has neither `products` nor `sums` nor `kept` nor `exchanges`: give the formats of one of them."
+        )
 
 
 def _check_products(products: Any, hardware: Hardware) -> None:
@@ -235,13 +244,14 @@ def _gaining(space: ShardingSpace, groups: Sequence[ProductGroup]) -> list[Produ
 
 
 def all_groups(space: ShardingSpace, formats: Formats) -> list[ProductGroup]:
-    """Returns all that could be in fewer bits: products, then sums, then kept arrays."""
+    """Returns all that could be in fewer bits: products, then sums, then kept arrays, then exchanges."""
     graph = space.graph
     residuals = [graph.vertices[r.value.vertex] for r in space.residuals.of_value.values()] if formats.kept else ()
     return [
         *groups_of(graph, formats.products),
         *_sum_groups(graph, formats.sums),
         *_kept_groups(residuals, formats.kept),
+        *_exchange_groups(space, formats.exchanges),
     ]
 
 
@@ -277,6 +287,17 @@ def _kept_groups(makers: Sequence[Vertex], formats: Sequence[str]) -> list[Produ
         vertices = tuple(vertex for vertex in makers if is_narrower(name, vertex.results[0].dtype))
         if vertices:
             groups.append(ProductGroup(f"{KEPT} in {name}", KEPT, vertices, name, "kept"))
+    return groups
+
+
+def _exchange_groups(space: ShardingSpace, formats: Sequence[str]) -> list[ProductGroup]:
+    """Returns the activations that could be exchanged in formats, forward and backward apart."""
+    direction_of, groups = directions(space.graph) if formats else (), []
+    for (direction, place), name in product(EXCHANGES.items(), formats):
+        vertices = [v for v in space.exchangeable if direction_of[v.index] == direction]
+        own = tuple(vertex for vertex in vertices if is_narrower(name, vertex.results[0].dtype))
+        if own:
+            groups.append(ProductGroup(f"{place} in {name}", place, own, name, "exchange"))
     return groups
 
 

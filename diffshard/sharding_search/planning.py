@@ -348,6 +348,7 @@ def _operation(vertex: Vertex, layout: Layout, compute_s: float, axis_names: Seq
         format=strategy.format,
         sent_in=strategy.sent_in,
         kept_in=strategy.kept_in,
+        exchanged_in=strategy.exchanged_in,
     )
 
 

@@ -270,9 +270,11 @@ class _Parts:
         """Returns the array for the first micro-batch and zeros for all others."""
         return jnp.where(self.blocks.index((0,)) == 0, array, jnp.zeros((), jnp.result_type(array)))
 
-    def reshard(self, array: Any, value: Value, source: IndexedSpec, steps: Sequence[ReshardStep]) -> Any:
+    def reshard(
+        self, array: Any, value: Value, source: IndexedSpec, steps: Sequence[ReshardStep], exchanged_in: str = ""
+    ) -> Any:
         """Returns the array as it is: where a part of it is wanted, the reader takes it (`read_part`)."""
-        del value, source, steps
+        del value, source, steps, exchanged_in
         return array
 
     def read_part(self, vertex: Vertex, position: int, array: Any) -> Any:

@@ -117,6 +117,8 @@ class ShardingStrategy(NamedTuple):
       sent_in: the format of the codes in which partial sums are sent, a key of `codes.FORMATS`; "" for no codes.
       kept_in: the format of the codes as which the result is kept for the backward pass; "" for no codes. In the
         problem it is chosen by the shared reshard of the value.
+      exchanged_in: the format of the codes as which the result is exchanged between devices; "" for no codes. In the
+        problem it is chosen by the shared reshard of the value, if there is one.
       on_host: whether an array of the state is in the host's memory between its updates (`host_state.py`).
     """
 
@@ -128,6 +130,7 @@ class ShardingStrategy(NamedTuple):
     format: str = ""
     sent_in: str = ""
     kept_in: str = ""
+    exchanged_in: str = ""
     on_host: bool = False
 
 
@@ -138,16 +141,38 @@ class Coded(NamedTuple):
       vertex: the index of the operation.
       format: a key of `codes.FORMATS`.
       kind: "sum" for its partial sums, which are sent as codes; "kept" for its result, which is kept as codes for the
-        backward pass.
+        backward pass; "exchange" for its result, which is exchanged between devices as codes.
     """
 
     vertex: int
     format: str
-    kind: Literal["sum", "kept"] = "sum"
+    kind: Literal["sum", "kept", "exchange"] = "sum"
+
+
+_FIELDS: dict[Literal["sum", "kept", "exchange"], str] = {
+    "sum": "sent_in", "kept": "kept_in", "exchange": "exchanged_in"
+}  # fmt: skip
+"""The fields of strategies that name formats of codes, by the kind of what is coded."""
 
 
 FormatKey = tuple[int, str] | Coded
 """What can be in fewer bits: a product, by its vertex and a format of its operands; or something else."""
+
+
+def in_format(strategy: ShardingStrategy, key: FormatKey, name: str | None = None) -> ShardingStrategy:
+    """Returns a strategy with something in its format, or in one of another name; "" for none."""
+    field = _FIELDS[key.kind] if isinstance(key, Coded) else "format"
+    return strategy._replace(**{field: key[1] if name is None else name})
+
+
+def without_formats(strategy: ShardingStrategy) -> ShardingStrategy:
+    """Returns a strategy with everything as it was traced."""
+    return strategy._replace(format="", **dict.fromkeys(_FIELDS.values(), ""))
+
+
+def coded_by(strategy: ShardingStrategy, vertex: int) -> list[Coded]:
+    """Returns what a strategy of a vertex has as codes."""
+    return [Coded(vertex, name, kind) for kind, field in _FIELDS.items() if (name := getattr(strategy, field))]
 
 
 class Node(NamedTuple):
@@ -205,8 +230,7 @@ class Layout(NamedTuple):
     @property
     def coded(self) -> frozenset[Coded]:
         """What is in fewer bits besides."""
-        sums = (Coded(i, s.sent_in) for i, s in enumerate(self.strategies) if s.sent_in)
-        return frozenset((*sums, *(Coded(i, s.kept_in, "kept") for i, s in enumerate(self.strategies) if s.kept_in)))
+        return frozenset(coded for i, strategy in enumerate(self.strategies) for coded in coded_by(strategy, i))
 
     @property
     def in_fewer_bits(self) -> frozenset[FormatKey]:
@@ -215,14 +239,7 @@ class Layout(NamedTuple):
 
     def with_formats(self, keys: Iterable[FormatKey]) -> "Layout":
         """Returns the layout with these in fewer bits, of each kind at most one for each vertex, and nothing else."""
-        keys = list(keys)
-        sent_in, kept_in = (
-            {key.vertex: key.format for key in keys if isinstance(key, Coded) and key.kind == kind}
-            for kind in ("sum", "kept")
-        )
-        format_of = dict(key for key in keys if not isinstance(key, Coded))
-        strategies = (
-            s._replace(format=format_of.get(i, ""), sent_in=sent_in.get(i, ""), kept_in=kept_in.get(i, ""))
-            for i, s in enumerate(self.strategies)
-        )
+        strategies = list(map(without_formats, self.strategies))
+        for key in keys:
+            strategies[key[0]] = in_format(strategies[key[0]], key)
         return self._replace(strategies=tuple(strategies))

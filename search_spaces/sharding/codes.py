@@ -3,10 +3,12 @@
 Codes are narrow numbers with a scale for each block of them (`communication.collectives`).
 """
 
+import jax
 import jax.numpy as jnp
 
 from cost.compute import CONTRACTIONS
 from search_spaces.communication.base import BFLOAT16, FLOAT8, INT4, INT8, Precision
+from search_spaces.communication.collectives import decode, encode
 from search_spaces.sharding.graph import Graph, Vertex, leads_to_contraction
 from search_spaces.sharding.local_operations import combiner
 from search_spaces.sharding.product_formats import UNCERTAIN, is_backward
@@ -45,6 +47,11 @@ def sums_in(vertex: Vertex, name: str) -> bool:
 def is_narrower(name: str, dtype: jnp.dtype) -> bool:
     """Returns whether a type is of floating-point numbers that have more bits than a format."""
     return bool(jnp.issubdtype(dtype, jnp.floating)) and FORMATS[name].bits < 8 * dtype.itemsize
+
+
+def in_codes(array: jax.Array, name: str) -> jax.Array:
+    """Returns the numbers that the codes of an array have in a format, in the array's type."""
+    return decode(encode(array, FORMATS[name]), FORMATS[name], array.shape[-1]).astype(array.dtype)
 
 
 def directions(graph: Graph) -> list[str]:

@@ -22,6 +22,7 @@ from search_spaces.communication.collectives import from_codes, to_codes
 from search_spaces.partition_specs import IndexedSpec, named_spec, partition_spec
 from search_spaces.replay import bind
 from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy
+from search_spaces.sharding.coded_exchanges import run_exchange
 from search_spaces.sharding.coded_sums import coded_sum, finish_sum
 from search_spaces.sharding.codes import FORMATS as CODES
 from search_spaces.sharding.codes import precision_of
@@ -113,8 +114,12 @@ class DeviceProgram:
 
     # `interpreter.Arrays`: blocks of one device.
 
-    def reshard(self, array: Any, value: Value, source: IndexedSpec, steps: Sequence[ReshardStep]) -> Any:
+    def reshard(
+        self, array: Any, value: Value, source: IndexedSpec, steps: Sequence[ReshardStep], exchanged_in: str = ""
+    ) -> Any:
         """Runs the collective of each step."""
+        if exchanged_in:
+            return run_exchange(self.blocks, array, value, source, steps, exchanged_in)
         if isinstance(array, Codes):
             return array._replace(codes=self.blocks.reshard(array.codes, value.shape, source, steps))
         block = self.blocks.reshard(array, value.shape, source, steps)

@@ -1,13 +1,14 @@
 """What lies between two nodes: the reshards of a value on its way from the node that makes it to one that reads it."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cost.edges import merge_edges
 from search_spaces.partition_specs import IndexedSpec
-from search_spaces.sharding.base import Edge, Node
+from search_spaces.sharding.base import Edge, Node, ShardingStrategy
+from search_spaces.sharding.coded_exchanges import exchange_bytes, is_exchange
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.product_formats import FORMATS
 from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
@@ -87,7 +88,8 @@ def edge_key(edge: Edge, nodes: Sequence[Node], shares: CollectiveShares) -> Has
     ends = id(node.strategies), edge.result, id(reader.strategies), edge.operand, is_stored
     itemsize = 0 if edge.value.dtype is None else edge.value.dtype.itemsize
     weights = edge.weight, reader.vertex.weight
-    return *ends, edge.value.num_bytes, itemsize, shares.latency(edge.value), weights, shares.exposed(edge.value)
+    size = edge.value.shape, edge.value.num_bytes, itemsize
+    return *ends, *size, shares.latency(edge.value), weights, shares.exposed(edge.value)
 
 
 FormattedRead = tuple[IndexedSpec, str, IndexedSpec, str]
@@ -141,11 +143,14 @@ def messages_of(edge: Edge, nodes: Sequence[Node], path: Paths) -> dict[Formatte
 def rounding_s(edge: Edge, nodes: Sequence[Node], reshard_costs: ReshardCosts) -> np.ndarray | None:
     """Returns the seconds in which a value is rounded between all strategies of both ends, `[S_u, S_v]`; None for 0."""
     messages, reader = messages_of(edge, nodes, reshard_costs.path), nodes[edge.reader]
-    if not messages:
+    exchanges = exchanges_of(edge, nodes, reshard_costs)
+    if not messages and not exchanges:
         return None
     weight = reader.vertex.weight
     of_read = {read: weight * reshard_costs.rounding_s(edge.value, m, read[-1]) for read, m in messages.items()}
     seconds = np.zeros((len(nodes[edge.node].strategies), len(reader.strategies)))
+    for exchange in exchanges:
+        seconds = np.where(exchange.is_coded, exchange.coding_s, seconds)
     fill_formatted(seconds, edge, nodes, of_read)
     return seconds
 
@@ -159,15 +164,69 @@ def fill_formatted(array: np.ndarray, edge: Edge, nodes: Sequence[Node], of_read
             array[:, t] = [of_read[*source, target, strategy.format] for source in sources]
 
 
+class Exchange(NamedTuple):
+    """What an edge exchanges as codes of one format.
+
+    Attributes:
+      is_coded: `[S_u, S_v]` with which strategies of both ends.
+      num_bytes: of the whole value as codes.
+      coding_s: `[S_u, S_v]` seconds of encoding and decoding in one step.
+    """
+
+    is_coded: np.ndarray
+    num_bytes: float
+    coding_s: np.ndarray
+
+
+def exchanges_of(edge: Edge, nodes: Sequence[Node], reshard_costs: ReshardCosts) -> list[Exchange]:
+    """Returns what an edge exchanges as codes, for each format that its strategies have."""
+    node, reader = nodes[edge.node], nodes[edge.reader]
+    is_shared = reader.shared_value is not None
+    names = [s.exchanged_in for s in (reader if is_shared else node).strategies]
+    if not any(names) or (node.shared_value is not None and not is_shared):
+        return []
+    path, value = reshard_costs.path, edge.value
+    sources, targets = edge_specs(edge, nodes)
+    rows, columns = ({spec: i for i, spec in enumerate(dict.fromkeys(specs))} for specs in (sources, targets))
+    grid = np.ix_([rows[spec] for spec in sources], [columns[spec] for spec in targets])
+    can_be = np.array([[is_exchange(path, value, a, b) for b in columns] for a in rows])[grid]
+    can_be &= np.array([is_shared or not s.format for s in reader.strategies])
+    found = []
+    for name in dict.fromkeys(filter(None, names)):
+        own = np.array([other == name for other in names])
+        seconds = edge.weight * reshard_costs.coding_s(value, [*rows], [*columns], name)[grid]
+        found.append(Exchange(can_be & (own if is_shared else own[:, None]), exchange_bytes(value, name), seconds))
+    return found
+
+
+def exchange_format(edge: Edge, nodes: Sequence[Node], made_by: ShardingStrategy, read_by: ShardingStrategy) -> str:
+    """Returns the format in which a value is exchanged between strategies of both ends, if it is; "" for its own.
+
+    Its shared reshard says so, or else the operation that makes it; products in formats round what they read instead.
+    """
+    if nodes[edge.reader].shared_value is not None:
+        return read_by.exchanged_in
+    return made_by.exchanged_in if nodes[edge.node].shared_value is None and not read_by.format else ""
+
+
+def edge_specs(edge: Edge, nodes: Sequence[Node]) -> tuple[tuple[IndexedSpec, ...], tuple[IndexedSpec, ...]]:
+    """Returns the specs in which the strategies of a node make a value, and those in which the reader's read it."""
+    node, reader = nodes[edge.node], nodes[edge.reader]
+    sources = tuple(s.results[edge.result] for s in node.strategies)
+    return sources, tuple(read_spec(reader, edge.operand, s) for s in range(len(reader.strategies)))
+
+
 def edge_transfer_s(
     edge: Edge, nodes: Sequence[Node], reshard_costs: ReshardCosts, shares: CollectiveShares
 ) -> np.ndarray:
     """Returns the seconds of waiting for a value between all strategies of both ends, `[S_u, S_v]`."""
-    node, reader = nodes[edge.node], nodes[edge.reader]
+    reader = nodes[edge.reader]
     latency_share, weight = shares.latency(edge.value), edge.weight * shares.exposed(edge.value)
-    sources = tuple(s.results[edge.result] for s in node.strategies)
-    targets = tuple(read_spec(reader, edge.operand, s) for s in range(len(reader.strategies)))
+    sources, targets = edge_specs(edge, nodes)
     seconds = reshard_costs.reshard_s(sources, targets, float(edge.value.num_bytes), latency_share, weight)
+    for exchange in exchanges_of(edge, nodes, reshard_costs):
+        sent_s = reshard_costs.reshard_s(sources, targets, exchange.num_bytes, latency_share, weight)
+        seconds = np.where(exchange.is_coded, sent_s + exchange.coding_s, seconds)
     messages = messages_of(edge, nodes, reshard_costs.path)
     if not messages:
         return seconds

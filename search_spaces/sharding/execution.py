@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from search_spaces.partition_specs import IndexedSpec, named_spec, partition_spec
 from search_spaces.replay import bind, context_of
-from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy
+from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy, coded_by, in_format
 from search_spaces.sharding.executor import ReadOperand
 from search_spaces.sharding.given import rank_of
 from search_spaces.sharding.graph import Graph, Value, Vertex
@@ -61,9 +61,9 @@ def chosen_layout(graph: Graph, strategies: list[ShardingStrategy], shared_resha
         value_specs.append(made_spec if shared is None else strategies[shared].results[0])
     chosen = list(strategies[: len(graph.vertices)])
     for value_id, shared in shared_reshards.items():
-        if strategies[shared].kept_in:
-            vertex = graph.values[value_id].vertex
-            chosen[vertex] = chosen[vertex]._replace(kept_in=strategies[shared].kept_in)
+        vertex = graph.values[value_id].vertex
+        for coded in coded_by(strategies[shared], vertex):
+            chosen[vertex] = in_format(chosen[vertex], coded)
     return make_layout(graph, chosen, value_specs)
 
 
@@ -92,9 +92,11 @@ class Execution:
 
     # `interpreter.Arrays`: whole arrays with constraints.
 
-    def reshard(self, array: Any, value: Value, source: IndexedSpec, steps: Sequence[ReshardStep]) -> Any:
+    def reshard(
+        self, array: Any, value: Value, source: IndexedSpec, steps: Sequence[ReshardStep], exchanged_in: str = ""
+    ) -> Any:
         """Constrains an array to the spec after each step."""
-        del source
+        del source, exchanged_in
         for step in steps:
             array = self.fix(array, value, step.spec)
         return array

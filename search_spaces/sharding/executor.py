@@ -26,8 +26,10 @@ Encode = Callable[[Any, Vertex, int, IndexedSpec], Any]
 class Arrays(Protocol):
     """What an executor does with arrays."""
 
-    def reshard(self, array: Any, value: Value, source: IndexedSpec, steps: Sequence[ReshardStep]) -> Any:
-        """Brings an array of a value from a spec along some steps."""
+    def reshard(
+        self, array: Any, value: Value, source: IndexedSpec, steps: Sequence[ReshardStep], exchanged_in: str = ""
+    ) -> Any:
+        """Brings an array of a value from a spec along some steps, as codes in a format unless that is ""."""
         ...
 
     def fix(self, array: Any, value: Value, spec: IndexedSpec) -> Any:

@@ -11,8 +11,9 @@ from cost.evaluation import change_costs
 from search_spaces.base import Part, Traffic
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Edge, Layout, Node, ReshardStep, ShardingStrategy
+from search_spaces.sharding.coded_exchanges import exchange_bytes, is_exchange
 from search_spaces.sharding.coded_sums import finished_steps
-from search_spaces.sharding.edge_costs import made_specs, read_spec, readers_of
+from search_spaces.sharding.edge_costs import exchange_format, made_specs, read_spec, readers_of
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.memory import MemoryUse
 from search_spaces.sharding.node_costs import NodeCosts
@@ -119,8 +120,13 @@ def predict(
     for edge in edges:
         reader = nodes[edge.reader].vertex
         message, name = _message(edge, nodes, costs, choice)
-        messages.append(message)
         compute_s[reader.index] += reader.weight * costs.reshard_costs.rounding_s(edge.value, message, name)
+        source, target, exchanged_in = _exchange(edge, nodes, costs, choice)
+        if exchanged_in:
+            message = Message(True, exchange_bytes(edge.value, exchanged_in), ())
+            coding_s = costs.reshard_costs.coding_s(edge.value, [source], [target], exchanged_in).item()
+            compute_s[reader.index] += edge.weight * coding_s
+        messages.append(message)
     return StepPrediction(
         compute_s,
         tuple(_transfers(graph, nodes, edges, messages, costs, axis_names, strategies, choice)),
@@ -135,6 +141,17 @@ def _message(edge: Edge, nodes: Sequence[Node], costs: NodeCosts, choice: Sequen
     target = read_spec(reader, edge.operand, choice[edge.reader])
     read_by = reader.vertex, edge.operand, name, name == shared
     return message_of(costs.reshard_costs.path, edge.value, source, target, *read_by), name
+
+
+def _exchange(
+    edge: Edge, nodes: Sequence[Node], costs: NodeCosts, choice: Sequence[int]
+) -> tuple[IndexedSpec, IndexedSpec, str]:
+    """Returns the specs of both ends of an edge in a choice, and the format in which it exchanges codes, if it does."""
+    made_by, read_by = (nodes[node].strategies[choice[node]] for node in (edge.node, edge.reader))
+    source, target = made_by.results[edge.result], read_spec(nodes[edge.reader], edge.operand, choice[edge.reader])
+    name = exchange_format(edge, nodes, made_by, read_by)
+    is_coded = name and is_exchange(costs.reshard_costs.path, edge.value, source, target)
+    return source, target, name if is_coded else ""
 
 
 def _transfers(

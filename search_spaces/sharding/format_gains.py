@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from search_spaces.sharding.base import Coded, Edge, FormatKey, ShardingStrategy
+from search_spaces.sharding.base import Coded, Edge, FormatKey, in_format, without_formats
 from search_spaces.sharding.space import ShardingSpace
 
 
@@ -14,10 +14,11 @@ def most_gains_s(space: ShardingSpace) -> dict[FormatKey, float]:
 
     A sum gains the time that its link is busy less, whatever part of it the step waits for: links may bound the step.
     """
-    sums: dict[FormatKey, float] = {}
+    coded: dict[FormatKey, float] = {}
     for key in space.format_price_s:
         if isinstance(key, Coded) and key.kind == "sum":
-            sums[key] = _most_gain_of_sum_s(space, key)
+            coded[key] = _most_gain_of_sum_s(space, key)
+    coded |= _most_gains_of_exchanges_s(space)
     space = space.with_formats({k: price_s for k, price_s in space.format_price_s.items() if not isinstance(k, Coded)})
     gains = {}
     for i, names in space.formats_of.items():
@@ -34,7 +35,26 @@ def most_gains_s(space: ShardingSpace) -> dict[FormatKey, float]:
         for i, of_formats in gains.items()
         for name, gain in zip(space.formats_of[i], of_formats, strict=True)
     }
-    return sums | products
+    return coded | products
+
+
+def _most_gains_of_exchanges_s(space: ShardingSpace) -> dict[Coded, float]:
+    keys = [key for key in space.format_price_s if isinstance(key, Coded) and key.kind == "exchange"]
+    space = space.with_formats(dict.fromkeys(keys, 0.0))
+    edges: dict[int, list[Edge]] = {}
+    for edge in space.edges if keys else ():
+        if edge.node < len(space.graph.vertices):
+            edges.setdefault(edge.node, []).append(edge)
+    gains = {}
+    for key in keys:
+        node, (edge,) = space.node_of(key), edges[key.vertex]  # to its shared reshard, or its only reader
+        matrix = space.edge_costs.transfer_s(edge, space.nodes)
+        matrix = matrix if node == edge.node else matrix.T
+        numbers = space.strategy_numbers(node)
+        pairs = [(numbers[in_format(s, key, "")], t) for s, t in numbers.items() if s.exchanged_in == key.format]
+        exact, coded = np.array(pairs).T
+        gains[key] = float(np.max(matrix[exact] - matrix[coded], initial=0.0))
+    return gains
 
 
 def _most_gain_of_sum_s(space: ShardingSpace, coded: Coded) -> float:
@@ -53,7 +73,7 @@ def gains_s(space: ShardingSpace, choice: Sequence[int] | np.ndarray) -> dict[Fo
     for key, price_s in space.format_price_s.items():
         node = space.node_of(key)
         strategy, numbers = space.nodes[node].strategies[choice[node]], space.strategy_numbers(node)
-        exact, changed = numbers[_with(strategy, key, "")], numbers.get(_with(strategy, key, key[1]))
+        exact, changed = numbers[in_format(strategy, key, "")], numbers.get(in_format(strategy, key))
         gains[key] = 0.0 if changed is None else at_choice.saved_s(node, exact, changed) + price_s
     return gains
 
@@ -120,7 +140,7 @@ def in_own_formats(space: ShardingSpace, choice: Sequence[int] | np.ndarray) -> 
     exact = np.array(choice)
     for node in {*map(space.node_of, space.format_price_s), *space.shared_formats}:
         strategy = space.nodes[node].strategies[choice[node]]
-        exact[node] = space.strategy_numbers(node)[strategy._replace(format="", sent_in="", kept_in="")]
+        exact[node] = space.strategy_numbers(node)[without_formats(strategy)]
     return exact
 
 
@@ -130,7 +150,7 @@ def in_formats(space: ShardingSpace, choice: np.ndarray, keys: Iterable[FormatKe
     for key in keys:
         node = space.node_of(key)
         numbers, strategy = space.strategy_numbers(node), space.nodes[node].strategies[choice[node]]
-        choice[node] = numbers.get(_with(strategy, key, key[1]), choice[node])
+        choice[node] = numbers.get(in_format(strategy, key), choice[node])
     return with_shared_rounding(space, choice)
 
 
@@ -142,9 +162,3 @@ def with_shared_rounding(space: ShardingSpace, choice: np.ndarray) -> np.ndarray
         ways = [numbers[strategy._replace(format=n)] for n in ("", *names) if strategy._replace(format=n) in numbers]
         choice[node] = max(ways, key=lambda way: at_choice.saved_s(node, ways[0], way))
     return choice
-
-
-def _with(strategy: ShardingStrategy, key: FormatKey, name: str) -> ShardingStrategy:
-    if not isinstance(key, Coded):
-        return strategy._replace(format=name)
-    return strategy._replace(sent_in=name) if key.kind == "sum" else strategy._replace(kept_in=name)

@@ -128,13 +128,19 @@ class GraphInterpreter:
             array = self._reshard(env[value.id], value, self.layout.value_specs[value.id], spec)
             env[_OnHost(value.id)] = self.flow.to_host(array, value)
 
-    def _reshard(self, array: Any, value: Value, source: IndexedSpec, target: IndexedSpec) -> Any:
-        return self.arrays.reshard(array, value, source, self.path(source, target)) if value.shape else array
+    def _reshard(
+        self, array: Any, value: Value, source: IndexedSpec, target: IndexedSpec, exchanged_in: str = ""
+    ) -> Any:
+        if not value.shape:
+            return array
+        return self.arrays.reshard(array, value, source, self.path(source, target), exchanged_in)
 
     def _read_operand(self, env: Environment, operand: Operand, spec: IndexedSpec) -> Any:
         if not isinstance(operand, Value):
             return operand.val
-        return self._reshard(env[operand.id], operand, self.layout.value_specs[operand.id], spec)
+        maker, source = self.layout.strategies[operand.vertex], self.layout.value_specs[operand.id]
+        exchanged_in = maker.exchanged_in if maker.exchanged_in and maker.results[0] == source else ""
+        return self._reshard(env[operand.id], operand, source, spec, exchanged_in)
 
     def _read_message(self, env: Environment, vertex: Vertex, position: int, spec: IndexedSpec) -> Any:
         """Returns what `_read_operand` does, but rounds what a product in float8 reads first if it is moved so."""
@@ -157,11 +163,17 @@ class GraphInterpreter:
         )
 
     def _store(self, env: Environment, value: Value, array: Any, spec: IndexedSpec) -> None:
-        env[value.id] = self._reshard(array, value, spec, self.layout.value_specs[value.id])
+        env[value.id] = self._as_read(array, value, spec)
         if value.id in self.late.kept:
             assert self.keeping is not None
             env[value.id], env[_Kept(value.id)] = self.keeping.encode(env[value.id], value)
         self._arrived(env, value)
+
+    def _as_read(self, array: Any, value: Value, spec: IndexedSpec) -> Any:
+        """Returns an array that has a spec with that in which its readers receive it."""
+        target = self.layout.value_specs[value.id]
+        exchanged_in = self.layout.strategies[value.vertex].exchanged_in if spec != target else ""
+        return self._reshard(array, value, spec, target, exchanged_in)
 
     def _with_late(self, env: Environment, vertex: Vertex) -> Environment:
         """Returns the environment that an operation after the forward pass reads: kept codes are decoded."""
@@ -181,7 +193,7 @@ class GraphInterpreter:
             results = self.arrays.operate(vertex, lambda operand, spec, _=0: self._read_operand(inner, operand, spec))
             (array,) = self.arrays.reduce(vertex, results)
         spec = self.layout.strategies[vertex.index].results[0]
-        return self._reshard(array, value, spec, self.layout.value_specs[value.id])
+        return self._as_read(array, value, spec)
 
     def _enter(self, env: Environment, vertex: Vertex, array: Any) -> None:
         """Puts an array that a vertex stores into the environment, gathered as the strategy has it."""

@@ -10,7 +10,7 @@ import numpy as np
 from cost.base import AttentionWork, Hardware, Work
 from cost.compute import equation_dtype, equation_flops, product_s, roofline_s, work_s
 from search_spaces.partition_specs import IndexedSpec
-from search_spaces.sharding.base import Coded, FormatKey, Layout, Node, ReshardStep, ShardingStrategy
+from search_spaces.sharding.base import Coded, FormatKey, Layout, Node, ReshardStep, ShardingStrategy, coded_by
 from search_spaces.sharding.coded_sums import finished_steps
 from search_spaces.sharding.codes import FORMATS as CODES
 from search_spaces.sharding.codes import precision_of
@@ -149,8 +149,10 @@ class NodeCosts:
         return [*terms, np.array(collectives_s)]
 
     def _format_price_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
-        kinds = {"product": strategy.format, "sum": strategy.sent_in, "kept": strategy.kept_in}
-        return sum(self._price_s[vertex.index, kind, name] for kind, name in kinds.items() if name)
+        index, product_s = vertex.index, 0.0
+        if strategy.format:
+            product_s = self._price_s[index, "product", strategy.format]
+        return product_s + sum(self._price_s[index, key.kind, key.format] for key in coded_by(strategy, index))
 
     def compute_s(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> np.ndarray:
         """Returns the seconds of one device's arithmetic and memory traffic in one step, `[strategies]`."""

@@ -94,19 +94,21 @@ def with_formats(
       formats_of: formats of products, by vertex.
       shared_of: formats to which shared reshards round their values for several products; those without padding.
       codes: what else may be in fewer bits.
-      shared_reshard_of: the nodes that decide how results are kept, by the vertices that make them.
+      shared_reshard_of: the nodes that decide how results are kept or exchanged, by the vertices that make them.
       made: strategies that other formats of the same nodes led to; those that are made here are added.
     """
     sent_of: dict[int, list[str]] = {}
     kept_of: dict[int, list[str]] = {}
+    exchanged_of: dict[int, list[str]] = {}
+    of_kind = {"sum": sent_of, "kept": kept_of, "exchange": exchanged_of}
     for vertex, name, kind in codes:
-        names = sent_of.setdefault(vertex, []) if kind == "sum" else kept_of.setdefault(shared_reshard_of[vertex], [])
-        names.append(name)
+        node = vertex if kind == "sum" else shared_reshard_of[vertex]
+        of_kind[kind].setdefault(node, []).append(name)
     formatted = list(nodes)
     rounded_of = {**formats_of, **shared_of}
-    for i in {**rounded_of, **sent_of, **kept_of}:
+    for i in {**rounded_of, **sent_of, **kept_of, **exchanged_of}:
         node = nodes[i]
-        names = tuple(tuple(of.get(i, ())) for of in (rounded_of, sent_of, kept_of))
+        names = tuple(tuple(of.get(i, ())) for of in (rounded_of, sent_of, kept_of, exchanged_of))
         value = node.shared_value or (node.vertex.results[0] if node.vertex.kind == "stack" else None)
         shape = () if value is None else value.shape
         if (id(node.strategies), names, shape) not in made:
@@ -115,7 +117,7 @@ def with_formats(
             ]
             products = (*node.strategies, *(s._replace(format=name) for name in names[0] for s in whole))
             kept = [s for s in products if names[2] and divides(s.results[0], shape, axis_sizes)]
-            made[id(node.strategies), names, shape] = (
+            coded = (
                 *products,
                 *(
                     s._replace(sent_in=name)
@@ -125,6 +127,8 @@ def with_formats(
                 ),
                 *(s._replace(kept_in=name) for name in names[2] for s in kept),
             )
+            exchanged = (s._replace(exchanged_in=name) for name in names[3] for s in coded)
+            made[id(node.strategies), names, shape] = (*coded, *exchanged)
         formatted[i] = node._replace(strategies=made[id(node.strategies), names, shape])
     return formatted
 

@@ -19,12 +19,10 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from search_spaces.communication.collectives import decode, encode
 from search_spaces.replay import bind, context_of
 from search_spaces.sharding.base import Layout, ReshardStep, Rule
 from search_spaces.sharding.coded_sums import part_residuals, sum_in_parts
-from search_spaces.sharding.codes import FORMATS as CODES
-from search_spaces.sharding.codes import has_feedback, precision_of, sums_in
+from search_spaces.sharding.codes import has_feedback, in_codes, precision_of, sums_in
 from search_spaces.sharding.delayed_scales import DelayedScales, Scales
 from search_spaces.sharding.executor import Keeping, ReadOperand
 from search_spaces.sharding.graph import Graph, Value, Vertex, trips_of
@@ -128,7 +126,8 @@ class MixedProducts:
       row_of: by the index of a vertex, its row in the weights.
       formats: of the first columns of the weights.
       sums: of the next columns; what is said of operands holds for the results of operations with these.
-      kept: of the last columns; the same for results as the backward pass reads them.
+      kept: of the next columns; the same for results as the backward pass reads them.
+      exchanges: of the last columns; the same for results as all read them.
     """
 
     on_overflow: Callable[[int, int], None] | None = None
@@ -141,10 +140,12 @@ class MixedProducts:
         formats: Sequence[ProductFormat],
         sums: "SumsInParts | None" = None,
         kept: "KeptInCodes | None" = None,
+        exchanges: "ExchangedInCodes | None" = None,
     ):
         self.graph, self.layout, self.row_of = graph, layout.with_formats(()), row_of
         self.formats, self.sums = tuple(formats), sums or SumsInParts((), (), 1)
         self.kept = kept or KeptInCodes((), LateReads())
+        self.exchanges = exchanges or ExchangedInCodes((), frozenset())
         self.scales = Scales.of(graph)
 
     def counting(self, on_overflow: Callable[[int, int], None]) -> "MixedProducts":
@@ -162,13 +163,14 @@ class MixedProducts:
         """Returns the flat results and the next residuals.
 
         Args:
-          weights: `[rows, formats, sums and kept]`, float32.
+          weights: `[rows, formats, sums, kept and exchanges]`, float32.
           residuals: of sums with error feedback, and maxima of delayed scales, as `first_residuals` or the last step
             returned them.
         """
         residuals = dict(residuals)
         delayed = DelayedScales(self.scales, self.row_of, residuals.pop(MAXIMA)) if MAXIMA in residuals else None
-        arrays = _Mixed(self.row_of, self.formats, self.sums, weights, self.on_overflow, delayed)
+        exchange = self._exchanger(weights)
+        arrays = _Mixed(self.row_of, self.formats, self.sums, exchange, weights, self.on_overflow, delayed)
         keeping = Keeping(self._keeper(weights), lambda mixed, value: mixed, self.kept.late)
         path = cast(Any, lambda source, target: ())
         schedule = ProgramSchedule()
@@ -196,16 +198,21 @@ class MixedProducts:
 
         def keep(array: Any, value: Value) -> tuple[Any, Any]:
             """Returns an array, and a mixture of it with what its codes have in each format."""
-            own = weights[self.row_of[value.vertex], first:]
-
-            def in_codes(name: str) -> jax.Array:
-                return decode(encode(array, CODES[name]), CODES[name], array.shape[-1]).astype(array.dtype)
-
-            ways = _ways_with_weight(array, own, [partial(in_codes, name) for name in self.kept.names])
-            mixed = _mixture(array.astype(jnp.float32), ways, own)
-            return array, mixed.astype(array.dtype)
+            own = weights[self.row_of[value.vertex], first : first + len(self.kept.names)]
+            return array, _mixed_with_codes(array, self.kept.names, own)
 
         return keep
+
+    def _exchanger(self, weights: jax.Array) -> Callable[[Vertex, Any], Any]:
+        first = len(self.formats) + len(self.sums.names) + len(self.kept.names)
+
+        def exchange(vertex: Vertex, array: Any) -> Any:
+            """Returns a result, or a mixture of it with what its codes have in each format, if it may be exchanged."""
+            if vertex.index not in self.exchanges.vertices:
+                return array
+            return _mixed_with_codes(array, self.exchanges.names, weights[self.row_of[vertex.index], first:])
+
+        return exchange
 
 
 class KeptInCodes(NamedTuple):
@@ -213,6 +220,13 @@ class KeptInCodes(NamedTuple):
 
     names: Sequence[str]
     late: LateReads
+
+
+class ExchangedInCodes(NamedTuple):
+    """The results that can be exchanged as codes, by their operations, on one device."""
+
+    names: Sequence[str]
+    vertices: frozenset[int]
 
 
 class SumsInParts(NamedTuple):
@@ -246,15 +260,19 @@ class _Mixed:
         row_of: Mapping[int, int],
         formats: Sequence[ProductFormat],
         sums: SumsInParts,
+        exchange: Callable[[Vertex, Any], Any],
         weights: jax.Array,
         on_overflow: Callable[[int, int], None] | None,
         delayed: DelayedScales | None,
     ):
         self.row_of, self.formats, self.sums, self.weights = row_of, formats, sums, weights
+        self.exchange = exchange
         self.on_overflow, self.delayed = on_overflow, delayed
 
-    def reshard(self, array: Any, value: Value, source: Any, steps: Sequence[ReshardStep]) -> Any:
-        del value, source, steps
+    def reshard(
+        self, array: Any, value: Value, source: Any, steps: Sequence[ReshardStep], exchanged_in: str = ""
+    ) -> Any:
+        del value, source, steps, exchanged_in
         return array
 
     def fix(self, array: Any, value: Value, spec: Any) -> Any:
@@ -305,8 +323,13 @@ class _Mixed:
         return _mixture(exact, _ways_with_weight(lax.stop_gradient(exact), weights, ways), weights)
 
     def reduce(self, vertex: Vertex, results: Sequence[Any], residual: Any = None) -> Sequence[Any]:
-        """Mixes a result with sums of the same operands that are sent as codes; `residual` is by the format's name."""
-        if not isinstance(results[0], _Summands):
+        """Mixes a result with what is sent of it as codes; `residual` is by the format's name."""
+        summed = self._summed(vertex, results, residual)
+        return [self.exchange(vertex, summed[0]), *summed[1:]] if summed else summed
+
+    def _summed(self, vertex: Vertex, results: Sequence[Any], residual: Any) -> Sequence[Any]:
+        """Mixes a result with sums of the same operands that are sent as codes."""
+        if not results or not isinstance(results[0], _Summands):
             return results
         names, rule = self.sums.formats_of(vertex), self.sums.rules[vertex.index]
         assert rule is not None
@@ -332,6 +355,12 @@ class _Mixed:
 
     def context_of(self, equation: core.JaxprEqn) -> AbstractContextManager[None]:
         return context_of(equation)
+
+
+def _mixed_with_codes(array: jax.Array, names: Sequence[str], weights: jax.Array) -> jax.Array:
+    """Returns a mixture of an array with what its codes have in each format."""
+    ways = _ways_with_weight(array, weights, [partial(in_codes, array, name) for name in names])
+    return _mixture(array.astype(jnp.float32), ways, weights).astype(array.dtype)
 
 
 def _ways_with_weight(exact: jax.Array, weights: jax.Array, ways: Sequence[Callable[[], jax.Array]]) -> jax.Array:

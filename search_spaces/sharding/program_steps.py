@@ -21,6 +21,7 @@ import jax
 from cost.streams import COMPUTE, Step
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Layout, ReshardStep
+from search_spaces.sharding.coded_exchanges import exchange_bytes
 from search_spaces.sharding.coded_sums import finished_steps
 from search_spaces.sharding.executor import Flow, Keeping, ReadOperand
 from search_spaces.sharding.graph import Graph, Value, Vertex
@@ -119,11 +120,19 @@ class _Recorder:
 
     # `interpreter.Arrays`
 
-    def reshard(self, array: Any, value: Value, source: IndexedSpec, steps: Sequence[ReshardStep]) -> Any:
-        """Adds the collective of each step."""
-        del source
+    def reshard(
+        self, array: Any, value: Value, source: IndexedSpec, steps: Sequence[ReshardStep], exchanged_in: str = ""
+    ) -> Any:
+        """Adds the collective of each step; before those of an exchange as codes, what encodes and decodes."""
+        num_bytes = float(value.num_bytes)
+        if array.is_coded:
+            num_bytes /= value.dtype.itemsize
+        elif exchanged_in:
+            costs, num_bytes = self.costs.reshard_costs, exchange_bytes(value, exchanged_in)
+            seconds = self.weight * costs.coding_s(value, [source], [steps[-1].spec], exchanged_in).item()
+            array = self._add((COMPUTE,), seconds, [array], StepOrigin("compute", value.vertex))
         for step in steps:
-            array = self._send(array, value, [step])._replace(is_coded=array.is_coded)
+            array = self._send(array, value, [step], num_bytes)._replace(is_coded=array.is_coded)
         return array
 
     def fix(self, array: Any, value: Value, spec: IndexedSpec) -> Any:
@@ -196,7 +205,7 @@ class _Recorder:
         for i, (token, value) in enumerate(zip(results, vertex.results, strict=True)):
             steps, num_coded = finished_steps(self.costs.reshard_costs.path, value, strategy, i)
             for _, group in groupby(enumerate(steps), key=lambda step: step[0] if num_coded else step[1].kind):
-                token = self._send(token, value, [step for _, step in group])
+                token = self._send(token, value, [step for _, step in group], float(value.num_bytes))
             reduced.append(token)
         return reduced
 
@@ -264,14 +273,13 @@ class _Recorder:
         read = {i for step in self.steps[first:] for i in step.reads}
         return [_Token(i) for i in range(first, len(self.steps)) if i not in read]
 
-    def _send(self, array: Any, value: Value, steps: Sequence[ReshardStep]) -> Any:
-        """Adds a collective over the axes of some steps of one kind."""
+    def _send(self, array: Any, value: Value, steps: Sequence[ReshardStep], num_bytes: float) -> Any:
+        """Adds a collective over the axes of some steps of one kind, for an array of some bytes as a whole."""
         costs = self.costs
         steps = [step for step in steps if step.kind != "slice" and costs.axis_sizes[step.axis] > 1]
         if not steps:
             return array
         kind, axes = steps[0].kind, tuple(step.axis for step in steps)
-        num_bytes = value.num_bytes / value.dtype.itemsize if array.is_coded else value.num_bytes
         latency_share = self._latency_share(kind, axes, value, steps, num_bytes)
         price = costs.reshard_costs.path.step_s
         sending_s = max(price(step, num_bytes, 0.0) for step in steps)

@@ -17,6 +17,7 @@ from cost.compute import roofline_s
 from cost.lines import Line
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Rates, ReshardStep
+from search_spaces.sharding.coded_exchanges import exchange_bytes
 from search_spaces.sharding.graph import (
     Graph,
     Region,
@@ -78,6 +79,17 @@ class ReshardCosts:
         num_kernels = 2 if to.scaled == "tensor" or message.maxima else 1
         kernel_s = float(roofline_s(0.0, num_bytes, str(value.dtype), self._hardware))
         return kernel_s + num_kernels * self._hardware.kernel_launch_s
+
+    def coding_s(
+        self, value: Value, sources: Sequence[IndexedSpec], targets: Sequence[IndexedSpec], name: str
+    ) -> np.ndarray:
+        """Returns the seconds `[sources, targets]` in which a device encodes its block of a value, and decodes another.
+
+        A kernel reads the numbers and writes the codes of a format, and one does the reverse.
+        """
+        before, after = ([local_bytes(value, spec, self.axis_sizes) for spec in specs] for specs in (sources, targets))
+        num_bytes = np.add.outer(before, after) * (1 + exchange_bytes(value, name) / value.num_bytes)
+        return roofline_s(0.0, num_bytes, str(value.dtype), self._hardware) + 2 * self._hardware.kernel_launch_s
 
     def reshard_s(
         self,

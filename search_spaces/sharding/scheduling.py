@@ -187,7 +187,8 @@ class _LineScheduler:
                 return None if is_on_host else (tuple(reversed(chain)), value)
             values = [o for o in vertex.operands if isinstance(o, Value)]
             has_reduction = any(self.layout.strategies[vertex.index].reductions)
-            is_cheap = vertex.primitive in _CHEAP and len(values) == 1 and not has_reduction
+            is_coded = bool(self.layout.strategies[vertex.index].exchanged_in)  # and made where that is exchanged
+            is_cheap = vertex.primitive in _CHEAP and len(values) == 1 and not has_reduction and not is_coded
             if not is_cheap or vertex.index not in self.in_line:
                 return None
             chain.append(vertex)

@@ -43,6 +43,7 @@ from cost.evaluation import checked_choice
 from cost.quantities import Quantities
 from search_spaces.base import Part
 from search_spaces.sharding.base import Coded, Edge, FormatKey, GivenSpec, Layout, Node, Rule, ShardingStrategy
+from search_spaces.sharding.coded_exchanges import exchangeable, with_used_exchanges
 from search_spaces.sharding.codes import has_feedback
 from search_spaces.sharding.device_program import DeviceProgram
 from search_spaces.sharding.edge_costs import EdgeCosts, edges_of, shared_formats, transfer_matrices
@@ -56,7 +57,7 @@ from search_spaces.sharding.explaining import (
     predict,
     strategy_name,
 )
-from search_spaces.sharding.graph import Graph
+from search_spaces.sharding.graph import Graph, Vertex
 from search_spaces.sharding.host_state import HostArray, host_arrays, host_s_per_byte, with_host_strategies
 from search_spaces.sharding.kept_codes import LateReads, Residuals
 from search_spaces.sharding.kernels import Kernels, kernels_of
@@ -201,7 +202,8 @@ class ShardingSpace:
     def layout(self, choice: Sequence[int]) -> Layout:
         """Returns the strategies and specs that a choice means; raises `ValueError` as `decode`."""
         pairs = zip(self.nodes, checked_choice(self.problem, choice), strict=True)
-        return chosen_layout(self.graph, [node.strategies[s] for node, s in pairs], self.shared_reshards)
+        layout = chosen_layout(self.graph, [node.strategies[s] for node, s in pairs], self.shared_reshards)
+        return with_used_exchanges(self.reshard_costs.path, self.graph, layout)
 
     def predict(self, choice: Sequence[int]) -> StepPrediction:
         """Returns what a choice costs as numbers for vertices and collectives; raises `ValueError` as `decode`."""
@@ -244,7 +246,7 @@ class ShardingSpace:
     def nodes(self) -> list[Node]:
         """One node for each vertex, in order, then the shared reshards."""
         codes = [key for key in self.format_price_s if isinstance(key, Coded)]
-        shared_reshard_of = {key.vertex: self.node_of(key) for key in codes if key.kind == "kept"}
+        shared_reshard_of = {key.vertex: self.node_of(key) for key in codes if key.kind != "sum"}
         formats = self.formats_of, self.shared_formats
         return with_formats(
             self._exact_nodes, *formats, codes, shared_reshard_of, self.axis_sizes, self._made_strategies
@@ -290,8 +292,13 @@ class ShardingSpace:
 
     def node_of(self, key: FormatKey) -> int:
         """Returns the index of the node that decides whether something is in fewer bits."""
-        is_kept = isinstance(key, Coded) and key.kind == "kept"
-        return self.shared_reshards.get(self.graph.vertices[key[0]].results[0].id, key[0]) if is_kept else key[0]
+        of_result = isinstance(key, Coded) and key.kind != "sum"
+        return self.shared_reshards.get(self.graph.vertices[key[0]].results[0].id, key[0]) if of_result else key[0]
+
+    @cached_property
+    def exchangeable(self) -> list[Vertex]:
+        """The operations whose result may be exchanged as codes."""
+        return exchangeable(self.graph)
 
     @cached_property
     def residuals(self) -> Residuals:

@@ -14,7 +14,14 @@ from cost.edges import merge_edges
 from cost.quantities import LiveMemory, Quantities, Quantity, with_weights
 from search_spaces.sharding.base import Edge, Layout, Node
 from search_spaces.sharding.coded_sums import finished_steps
-from search_spaces.sharding.edge_costs import edge_key, fill_formatted, messages_of, read_spec, rounding_s
+from search_spaces.sharding.edge_costs import (
+    edge_key,
+    edge_specs,
+    exchanges_of,
+    fill_formatted,
+    messages_of,
+    rounding_s,
+)
 from search_spaces.sharding.graph import Graph, Vertex, is_contraction
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.opaque.operations import opaque_of
@@ -162,12 +169,13 @@ def _rounding(
 
 
 def _of_edge(edge: Edge, nodes: Sequence[Node], node_costs: NodeCosts) -> np.ndarray:
-    node, reader = nodes[edge.node], nodes[edge.reader]
     shares, reshards = node_costs.shares, node_costs.reshard_costs
     latency, exposed = shares.latency(edge.value), shares.exposed(edge.value)
-    sources = tuple(s.results[edge.result] for s in node.strategies)
-    targets = tuple(read_spec(reader, edge.operand, s) for s in range(len(reader.strategies)))
-    link_s = edge.weight * reshards.axes_s(sources, targets, float(edge.value.num_bytes), latency)
+    specs = edge_specs(edge, nodes)
+    link_s = edge.weight * reshards.axes_s(*specs, float(edge.value.num_bytes), latency)
+    for exchange in exchanges_of(edge, nodes, reshards):
+        coded_s = edge.weight * reshards.axes_s(*specs, exchange.num_bytes, latency)
+        link_s = np.where(exchange.is_coded[..., None], coded_s, link_s)
     sent_s = np.moveaxis(_counted(link_s, exposed * link_s), 0, 2)
     of_pair, moved_s = {}, {}
     for pair, message in messages_of(edge, nodes, reshards.path).items():
