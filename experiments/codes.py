@@ -23,7 +23,7 @@ import diffshard
 from diffshard.checks.kernel_work import H100_HOST, achievable_rates
 from diffshard.checks.timeline import simulate
 from diffshard.plans.formats import format_s
-from diffshard.sharding_search.number_formats import EXCHANGES, GRADIENTS, KEPT
+from diffshard.sharding_search.number_formats import EXCHANGES, GRADIENTS, KEPT, ProductGroup
 from experiments.format_models import MODELS, Setting
 from experiments.formats import faster
 from experiments.host_devices import parse_mesh
@@ -31,8 +31,15 @@ from experiments.models.model import abstract_arguments
 from experiments.tables import print_table
 from experiments.targets import MESHES
 from experiments.timeline_models import CASES
+from search_spaces.sharding.base import FormatKey
 from search_spaces.sharding.codes import FEEDBACK, FORMATS
 from search_spaces.sharding.product_formats import FORMATS as PRODUCTS
+
+
+def members_within(group: ProductGroup, word: str) -> frozenset[FormatKey]:
+    """Returns the members of a group; of exchanges only those in modules whose names have a word."""
+    own = (vertex for vertex in group.vertices if group.kind != "exchange" or word in vertex.scope)
+    return frozenset(map(group.member, own))
 
 
 def training_table(
@@ -43,8 +50,13 @@ def training_table(
     steps: int,
     seeds: int,
     num_devices: int,
+    within: str = "",
 ) -> None:
-    """Trains with everything exact, with each kind of codes in each format, and with all products in each format."""
+    """Trains with everything exact, with each kind of codes in each format, and with all products in each format.
+
+    Args:
+      within: a word of the names of modules; only their exchanges are codes.
+    """
     sums = [*names, *(name + FEEDBACK for name in names)] if "sums" in kinds else []
     kept, exchanges = (names if kind in kinds else [] for kind in ("kept", "exchanges"))
     losses = setting.losses(
@@ -52,7 +64,7 @@ def training_table(
     )  # fmt: skip
     groups = losses.groups.values()
     chosen = [group for group in groups if group.place in (GRADIENTS, KEPT, *EXCHANGES.values())]
-    members = {"exact": frozenset(), **{group.name: group.members for group in chosen}}
+    members = {"exact": frozenset(), **{group.name: members_within(group, within) for group in chosen}}
     for name in products:
         own = (group.members for group in groups if group.kind == "product" and group.format == name)
         members[f"all products in {name}"] = frozenset().union(*own)
@@ -112,6 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--devices", type=int, default=8, help="that share each sum")
     parser.add_argument("--kinds", nargs="*", choices=("sums", "kept", "exchanges"), default=["sums", "kept"])
+    parser.add_argument("--within", default="", help="exchanges in modules with this word in their names only")
     parser.add_argument("--products", nargs="*", choices=PRODUCTS, default=[], help="formats of all products")
     parser.add_argument(
         "--sgd", type=float, help="train the GPT by SGD with momentum 0.9 at this step size, not by adamw"
@@ -134,7 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.sgd is not None:
             setting = setting.with_small(optimizer=optax.sgd(options.sgd, momentum=0.9))
         kinds = options.kinds, options.products
-        training_table(setting, options.formats, *kinds, options.steps, options.seeds, options.devices)
+        training = options.steps, options.seeds, options.devices
+        training_table(setting, options.formats, *kinds, *training, options.within)
     return 0
 
 
