@@ -23,7 +23,8 @@ import diffshard
 from diffshard.checks.kernel_work import H100_HOST, achievable_rates
 from diffshard.checks.timeline import simulate
 from diffshard.plans.formats import format_s
-from diffshard.sharding_search.number_formats import EXCHANGES, GRADIENTS, KEPT, ProductGroup
+from diffshard.sharding_search.format_rules import exchange_rules
+from diffshard.sharding_search.number_formats import GRADIENTS, KEPT, ProductGroup
 from experiments.format_models import MODELS, Setting
 from experiments.formats import faster
 from experiments.host_devices import parse_mesh
@@ -31,15 +32,13 @@ from experiments.models.model import abstract_arguments
 from experiments.tables import print_table
 from experiments.targets import MESHES
 from experiments.timeline_models import CASES
-from search_spaces.sharding.base import FormatKey
 from search_spaces.sharding.codes import FEEDBACK, FORMATS
 from search_spaces.sharding.product_formats import FORMATS as PRODUCTS
 
 
-def members_within(group: ProductGroup, word: str) -> frozenset[FormatKey]:
-    """Returns the members of a group; of exchanges only those in modules whose names have a word."""
-    own = (vertex for vertex in group.vertices if group.kind != "exchange" or word in vertex.scope)
-    return frozenset(map(group.member, own))
+def within_modules(group: ProductGroup, word: str) -> ProductGroup:
+    """Returns what a group has in modules whose names have a word."""
+    return group._replace(vertices=tuple(vertex for vertex in group.vertices if word in vertex.scope))
 
 
 def training_table(
@@ -63,8 +62,8 @@ def training_table(
         steps, seeds, num_devices, products=products, sums=sums, kept=kept, exchanges=exchanges
     )  # fmt: skip
     groups = losses.groups.values()
-    chosen = [group for group in groups if group.place in (GRADIENTS, KEPT, *EXCHANGES.values())]
-    members = {"exact": frozenset(), **{group.name: members_within(group, within) for group in chosen}}
+    chosen = {group.name: group.members for group in groups if group.place in (GRADIENTS, KEPT)}
+    members = {"exact": frozenset(), **chosen, **exchange_rules([within_modules(group, within) for group in groups])}
     for name in products:
         own = (group.members for group in groups if group.kind == "product" and group.format == name)
         members[f"all products in {name}"] = frozenset().union(*own)

@@ -20,7 +20,7 @@ from diffshard.checks.kernel_work import H100_HOST, AchievableRates, achievable_
 from diffshard.checks.timeline import Timeline, simulate
 from diffshard.plans.formats import format_s
 from diffshard.sharding_search.layout import layout_of
-from diffshard.sharding_search.number_formats import EXCHANGES
+from diffshard.sharding_search.number_formats import all_groups
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import space_of, trace_function
 from experiments.formats import faster
@@ -32,25 +32,27 @@ from experiments.timeline_models import CASES
 from search_spaces.sharding.base import Coded
 from search_spaces.sharding.coded_exchanges import with_used_exchanges
 from search_spaces.sharding.codes import FORMATS
+from search_spaces.sharding.space import ShardingSpace
 
 KINDS = ("all_to_all", "collective_permute")
 
 
-def at_any_loss(name: str) -> diffshard.formats.Formats:
+def space_for(
+    fn: Callable[..., Any], arguments: Sequence[Any], mesh: Any, hardware: diffshard.Hardware
+) -> ShardingSpace:
+    """Returns the space of a step that donates its state."""
+    options = Options(fn=fn, mesh=mesh, hardware=hardware, memory_limit_bytes=float("inf"), donate_argnums=(0,))
+    return space_of(options, trace_function(options, arguments))
+
+
+def at_any_loss(space: ShardingSpace, name: str) -> diffshard.formats.Formats:
     """Returns formats with which exchanges may be in one, whatever that does to the loss."""
-    free = {f"{place} in {name}": 0.0 for place in EXCHANGES.values()}
-    return diffshard.formats.Formats(1.0, increases=free, products=(), exchanges=(name,))
+    formats = diffshard.formats.Formats(1.0, increases={}, products=(), exchanges=(name,))
+    return dataclasses.replace(formats, increases={group.name: 0.0 for group in all_groups(space, formats)})
 
 
-def all_coded(
-    fn: Callable[..., Any], arguments: Sequence[Any], plan: diffshard.Plan, hardware: diffshard.Hardware, name: str
-) -> diffshard.Plan:
-    """Returns a plan of a function in which all exchanges that can be are codes of a format, whatever they gain."""
-    assert plan.mesh is not None
-    options = Options(
-        fn=fn, mesh=plan.mesh, hardware=hardware, memory_limit_bytes=float("inf"), donate_argnums=(0,)
-    )  # fmt: skip
-    space = space_of(options, trace_function(options, arguments))
+def all_coded(space: ShardingSpace, plan: diffshard.Plan, name: str) -> diffshard.Plan:
+    """Returns a plan in which all exchanges that can be are codes of a format, whatever they gain."""
     keys = [Coded(vertex.index, name, "exchange") for vertex in space.exchangeable]
     layout = layout_of(plan, space).with_formats(keys)
     layout = with_used_exchanges(space.reshard_costs.path, space.graph, layout)
@@ -83,11 +85,11 @@ def plans_of(
     """Returns by label the plans with exact exchanges, with those that gain in each format, and with all in it."""
     common = {"hardware": hardware, "donate_argnums": 0, "progress": "none", "time_limit_s": limit_s}
     plans = {"exact": diffshard.search(fn, mesh, **common).plan(*arguments)}
+    space = space_for(fn, arguments, mesh, hardware)
     for name in formats:
-        plans[f"{name} where it gains"] = diffshard.search(fn, mesh, formats=at_any_loss(name), **common).plan(
-            *arguments
-        )
-        plans[f"all in {name}"] = all_coded(fn, arguments, plans["exact"], hardware, name)
+        free = diffshard.search(fn, mesh, formats=at_any_loss(space, name), **common)
+        plans[f"{name} where it gains"] = free.plan(*arguments)
+        plans[f"all in {name}"] = all_coded(space, plans["exact"], name)
     return plans
 
 

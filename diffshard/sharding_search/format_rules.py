@@ -3,12 +3,22 @@
 import math
 from collections.abc import Sequence
 
-from diffshard.sharding_search.number_formats import EXCHANGES, GRADIENTS, KEPT, ProductGroup
+from diffshard.sharding_search.number_formats import GRADIENTS, KEPT, ProductGroup
 from search_spaces.sharding.base import FormatKey
 from search_spaces.sharding.product_formats import FORMATS, is_backward
 
 _LEAST_LAYERS = 3
 """Equal products from which on the first and the last of them count as those of the first and last layers."""
+
+
+def exchange_rules(groups: Sequence[ProductGroup]) -> dict[str, frozenset[FormatKey]]:
+    """Returns by name of a rule all exchanges of a pass in one format, of what some groups have."""
+    rules: dict[str, frozenset[FormatKey]] = {}
+    for group in groups:
+        for vertex in group.vertices if group.kind == "exchange" else ():
+            name = f"exchanges of the {'backward' if is_backward(vertex) else 'forward'} pass in {group.format}"
+            rules[name] = rules.get(name, frozenset()) | {group.member(vertex)}
+    return rules
 
 
 def simple_rules(groups: Sequence[ProductGroup]) -> dict[str, frozenset[FormatKey]]:
@@ -24,7 +34,8 @@ def simple_rules(groups: Sequence[ProductGroup]) -> dict[str, frozenset[FormatKe
     Args:
       groups: all products, sums, kept arrays and exchanges of a step, in each format that they may be in.
     """
-    rules = {group.name: group.members for group in groups if group.place in (GRADIENTS, KEPT, *EXCHANGES.values())}
+    rules = {group.name: group.members for group in groups if group.place in (GRADIENTS, KEPT)}
+    rules |= exchange_rules(groups)
     groups = [group for group in groups if group.kind == "product"]
     vertices = [(vertex, group.place) for group in groups for vertex in group.vertices]
     backward = min((v.position for v, _ in vertices if is_backward(v)), default=math.inf)

@@ -27,11 +27,10 @@ GRADIENTS = "sums of gradients"
 """The place of their group."""
 KEPT = "arrays kept for the backward pass"
 """The place of these."""
-EXCHANGES = {"forward": "exchanges of the forward pass", "backward": "exchanges of the backward pass"}
-"""The places of activations and of their gradients that are exchanged between devices, by their direction."""
 _SUMS = {"gradient": GRADIENTS, "forward": "forward sums", "backward": "backward sums"}
 """What groups of sums are called, by their direction."""
 _LAYER_NUMBER = re.compile(r"\d+")
+_MODULE = re.compile(r"[\w.-]+")
 _TRANSFORMATION = re.compile(r"\w+\(|\)")
 _NO_MODULES = {"", "rematted_computation", "checkpoint", "while", "body", "closed_call"}  # what JAX puts into scopes
 
@@ -109,12 +108,13 @@ class Formats:
 
 
 class ProductGroup(NamedTuple):
-    """Products with equal places in equal layers, in one format; sums or exchanges of one direction; or kept arrays.
+    """Products with equal places in equal layers, in one format; exchanges of equal modules; sums; or kept arrays.
 
     Attributes:
       name: its place, the pass, and the contracted dimensions of both operands; then the format, unless it is float8.
-        Of sums and exchanges their direction and the format.
-      place: modules and line without numbers of layers; of sums and exchanges their direction; `KEPT`.
+        Of sums their direction and the format; of exchanges the modules, the pass and the format.
+      place: modules and line without numbers of layers; of exchanges modules, or else the function; of sums their
+        direction; `KEPT`.
     """
 
     name: str
@@ -291,22 +291,36 @@ def _kept_groups(makers: Sequence[Vertex], formats: Sequence[str]) -> list[Produ
 
 
 def _exchange_groups(space: ShardingSpace, formats: Sequence[str]) -> list[ProductGroup]:
-    """Returns the activations that could be exchanged in formats, forward and backward apart."""
-    direction_of, groups = directions(space.graph) if formats else (), []
-    for (direction, place), name in product(EXCHANGES.items(), formats):
-        vertices = [v for v in space.exchangeable if direction_of[v.index] == direction]
-        own = tuple(vertex for vertex in vertices if is_narrower(name, vertex.results[0].dtype))
-        if own:
-            groups.append(ProductGroup(f"{place} in {name}", place, own, name, "exchange"))
-    return groups
+    """Returns the activations that could be exchanged in formats, those of each module or function, by pass."""
+    groups: dict[tuple[str, str, str], list[Vertex]] = {}
+    for name in formats:
+        for vertex in space.exchangeable:
+            if is_narrower(name, vertex.results[0].dtype):
+                parts = [part for part in _parts(vertex) if _MODULE.fullmatch(part)]  # not the text of an einsum
+                function = vertex.source.rpartition("(")[2].removesuffix(")").rpartition(".")[2]
+                place = _LAYER_NUMBER.sub("*", "/".join(parts)) or function
+                groups.setdefault((place, _direction(vertex), name), []).append(vertex)
+    return [
+        ProductGroup(f"{place} {direction} exchanged in {name}".strip(), place, tuple(vertices), name, "exchange")
+        for (place, direction, name), vertices in groups.items()
+    ]
 
 
 def _name_and_place(vertex: Vertex) -> tuple[str, str]:
     assert vertex.equation is not None
     (lhs, rhs), _ = vertex.equation.params["dimension_numbers"]
-    parts = [part for part in _TRANSFORMATION.sub("", vertex.scope).split("/") if part not in _NO_MODULES]
-    line = Path(vertex.source.split(" ")[0]).name
-    direction = "backward" if is_backward(vertex) else "forward"
     dims = f"{list(lhs)}x{list(rhs)}".replace(" ", "")
-    place = " ".join(filter(None, (_LAYER_NUMBER.sub("*", "/".join(parts)), line)))
-    return f"{place} {direction} {dims}".strip(), place
+    place = " ".join(filter(None, (_LAYER_NUMBER.sub("*", "/".join(_parts(vertex))), _line(vertex))))
+    return f"{place} {_direction(vertex)} {dims}".strip(), place
+
+
+def _parts(vertex: Vertex) -> list[str]:
+    return [part for part in _TRANSFORMATION.sub("", vertex.scope).split("/") if part not in _NO_MODULES]
+
+
+def _line(vertex: Vertex) -> str:
+    return Path(vertex.source.split(" ")[0]).name
+
+
+def _direction(vertex: Vertex) -> str:
+    return "backward" if is_backward(vertex) else "forward"

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import diffshard
 from diffshard.checks.timeline import Timeline
-from experiments.exchange_waits import KINDS, all_coded, rates_with, waits_s
+from experiments.exchange_waits import KINDS, all_coded, rates_with, space_for, waits_s
 
 
 def test_waits_are_those_for_exchanges_on_all_axes():
@@ -40,7 +40,7 @@ def test_all_exchanges_of_a_plan_become_codes():
     hardware = dataclasses.replace(diffshard.preset("h100", dict(mesh.shape)), links=links)
     arguments = jnp.ones((8, 64, 64)) / 64, jax.random.normal(jax.random.key(0), (8, 8, 64))
     plan = diffshard.search(step, mesh, hardware=hardware, in_shardings=(parts, parts)).plan(*arguments)
-    coded = all_coded(step, arguments, plan, hardware, "int8")
+    coded = all_coded(space_for(step, arguments, mesh, hardware), plan, "int8")
     assert [o.exchanged_in for o in coded.operations if o.exchanged_in] == ["int8"]
     exact, result = step(*arguments), coded.apply(step)(*arguments)
     np.testing.assert_allclose(result, exact, rtol=0.02, atol=0.02)

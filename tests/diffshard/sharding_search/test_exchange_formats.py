@@ -17,7 +17,7 @@ from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import space_of, trace_function
 
 DEVICES, WIDTH = 4, 16
-FORWARD, BACKWARD = "exchanges of the forward pass in int8", "exchanges of the backward pass in int8"
+FORWARD, BACKWARD = "loss_of forward exchanged in int8", "loss_of backward exchanged in int8"
 
 
 def train_step(params, x):
@@ -134,7 +134,8 @@ def test_exchanges_are_measured_and_rules_are_among_the_trials():
     calls = [arguments(seed) for seed in range(4)]
     plan = search(limit=0.5, calls=calls, steps=4, rounds=0).plan(*arguments())
     assert plan.formats is not None
-    assert {"nothing", FORWARD, BACKWARD} <= {trial.name for trial in plan.formats.trials}
+    rules = {f"exchanges of the {direction} pass in int8" for direction in ("forward", "backward")}
+    assert {"nothing", *rules} <= {trial.name for trial in plan.formats.trials}
     assert plan.formats.measured_increase is not None
     assert plan.formats.measured_increase <= 0.5
     assert exchanged(plan)
@@ -146,3 +147,35 @@ def test_a_format_that_exchanges_cannot_take_is_refused():
             train_step, mesh_of(), hardware="h100",
             formats=diffshard.formats.Formats(1.0, increases={}, exchanges=["int7"]),
         )  # fmt: skip
+
+
+def layers_step(params, x):
+    def loss_of(params):
+        y = x
+        for number, layer in enumerate(params):
+            with jax.named_scope(f"layer_{number}"):
+                for name, weights in layer.items():
+                    with jax.named_scope(name):
+                        y = jnp.tanh(jnp.einsum("gem,mn->gen", y, weights))
+        return jnp.mean(y**2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
+
+
+def test_equal_modules_of_layers_are_one_group_forward_and_backward_apart():
+    layer = {name: jnp.ones((WIDTH, WIDTH)) for name in ("mix", "widen")}
+    args, mesh = ([layer] * 3, arguments()[1]), mesh_of()
+    options = Options(fn=layers_step, mesh=mesh, hardware=slow_links(mesh), memory_limit_bytes=1e12)
+    space = space_of(options, trace_function(options, args))
+    formats = diffshard.formats.Formats(1.0, increases={}, products=(), exchanges=["int8", "float8"])
+    groups = {group.name: group for group in all_groups(space, formats)}
+    for direction in ("forward", "backward"):
+        for name in ("int8", "float8"):
+            for module in ("mix", "widen"):
+                group = groups[f"layer_*/{module} {direction} exchanged in {name}"]
+                layers = {vertex.scope.split("layer_")[1][0] for vertex in group.vertices}
+                assert len(layers) >= 2
+    exchangeable = [vertex.index for vertex in space.exchangeable]
+    in_groups = [v.index for group in groups.values() if group.format == "int8" for v in group.vertices]
+    assert sorted(in_groups) == sorted(exchangeable)
