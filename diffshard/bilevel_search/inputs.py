@@ -55,6 +55,29 @@ def checked_steps(choice_every: Any) -> int:
     return every
 
 
+# The two ways to call `bilevel`.
+
+
+def check_alone(name: str, others: Mapping[str, Any]) -> None:
+    """Raises `TypeError` where an option is given together with others that mean another way to search."""
+    if given := [other for other, value in others.items() if value is not None]:
+        raise TypeError(
+            f"`{name}` is for a training step, which has its own optimiser and limit, and `{given[0]}` for a loss that "
+            f"is written for each device: give one of them."
+        )
+
+
+def check_spaces(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Raises `TypeError` where a search of a space lacks an option, or has options of `search`."""
+    if options:
+        raise TypeError(f"`{next(iter(options))}` is an option of `search`, which goes with `formats`; got none.")
+    for name in ("space", "weights_optimizer"):
+        if given[name] is None:
+            raise TypeError(
+                f"`bilevel` needs `{name}`, or `formats` for a training step as `search` takes it; got neither."
+            )
+
+
 # Keys, meshes and optimisers.
 
 

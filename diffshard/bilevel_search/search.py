@@ -6,7 +6,7 @@ predicts the increase of every strategy at once.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from diffshard.bilevel_search.plans.plan import BilevelPlan, Outcome
 from diffshard.bilevel_search.proving import CandidatesData
 from diffshard.bilevel_search.relaxation import softmax_choice
 from diffshard.bilevel_search.step import Settings, Step, step_in
+from diffshard.bilevel_search.step_formats import StepSearch
+from diffshard.sharding_search.number_formats import Formats
 from search_spaces.base import Batch, LossySpace, Params, RelaxedChoice, SearchSpace
 
 
@@ -49,8 +51,15 @@ CHOICE_EVERY = 8
 """Steps of the parameters to one of the choice, by default: looking at the choice costs several training steps."""
 
 
+@overload
 def bilevel(
-    loss_fn: LossFn | None,
+    fn: Callable[..., Any], mesh: Mesh, *, formats: Formats, choice_every: int | None = None, **options: Any
+) -> StepSearch: ...
+
+
+@overload
+def bilevel(
+    fn: LossFn | None,
     mesh: Mesh | None = None,
     *,
     space: Space,
@@ -59,28 +68,54 @@ def bilevel(
     max_loss_increase: float | None = None,
     cost_weight: float | Callable[[jax.Array], jax.Array] | None = None,
     estimator: Increase = curvature,
-    choice_every: int = CHOICE_EVERY,
-) -> "BilevelSearch":
-    """Searches strategies that change the loss as well as the cost, while the model trains.
+    choice_every: int | None = None,
+) -> "BilevelSearch": ...
 
-    >>> search = bilevel(loss_fn, mesh, space=space, weights_optimizer=optax.adamw(3e-4), max_loss_increase=0.005)
+
+def bilevel(
+    fn: Callable[..., Any] | None,
+    mesh: Mesh | None = None,
+    *,
+    formats: Formats | None = None,
+    space: Space | None = None,
+    weights_optimizer: optax.GradientTransformation | None = None,
+    choice_optimizer: optax.GradientTransformation | None = None,
+    max_loss_increase: float | None = None,
+    cost_weight: float | Callable[[jax.Array], jax.Array] | None = None,
+    estimator: Increase = curvature,
+    choice_every: int | None = None,
+    **options: Any,
+) -> "BilevelSearch | StepSearch":
+    """Searches what changes the loss as well as the time of a step, while the model trains.
+
+    Of a whole training step, the function that `search` takes, it chooses number formats together with shardings:
+
+    >>> search = bilevel(train_step, mesh, formats=Formats(max_loss_increase=0.005, steps=4), hardware="h100")
     >>> state = search.init(key, params, batch)
     >>> for train_batch, val_batch in batches:
     ...     state, metrics = search.update(state, train_batch, val_batch)
     >>> plan, params = search.finish(state)
 
+    Of a loss that is written for each device it chooses the communication, or whatever a `space` has:
+
+    >>> search = bilevel(loss_fn, mesh, space=space, weights_optimizer=optax.adamw(3e-4), max_loss_increase=0.005)
+    >>> state = search.init(key, params, batch)
+
     Args:
-      loss_fn: `loss_fn(params, batch) -> scalar`, a loss and not a training step: what a function `space` builds a
-        space of, and what trains where the space has no loss of its own. A space that is built already brings its own
-        loss.
-      mesh: names the axes that a function `space` builds for. On a `Mesh` of devices a `LossySpace` also runs there;
-        without, and with an `AbstractMesh`, it runs as it is built: emulated, on one device.
+      fn: with `formats` a training step; else `loss_fn(params, batch) -> scalar`, a loss and not a training step: what
+        a function `space` builds a space of, and what trains where the space has no loss of its own. A space that is
+        built already brings its own loss.
+      mesh: with `formats` what the step is planned for. Else it names the axes that a function `space` builds for. On
+        a `Mesh` of devices a `LossySpace` also runs there; without, and with an `AbstractMesh`, it runs as it is built:
+        emulated, on one device. A step with `formats` always trains on one device, which emulates them.
+      formats: the limit on the loss, the formats, and the `steps` of a look ahead, a few: these are differentiated
+        through. Its `calls` and `increases` stay empty. None takes a `space`.
       space: a `search_spaces.base.LossySpace`; or a `SearchSpace` or a `Problem`, whose choice cannot change the loss,
         so that A follows the cost alone; or a function that makes one of these from `(loss_fn, mesh_axes, params,
         batch)`, called by the first `init`.
-      weights_optimizer: of θ.
-      choice_optimizer: of A; None is adam(1e-2). The relaxed choice is softmax(A), so that steps of adam on A are steps
-        of each node's log odds.
+      weights_optimizer: of θ, with a space; a training step has its own.
+      choice_optimizer: of A, with a space; None is adam(1e-2). The relaxed choice is softmax(A), so that steps of adam
+        on A are steps of each node's log odds.
       max_loss_increase: the cheapest choice whose validation loss is at most this much above the exact choice's, in
         units of the loss. This and `cost_weight` also say that the loss depends on the choice: with either, `space`
         must be a `LossySpace`; without both, it must not have a loss of its own.
@@ -88,13 +123,32 @@ def bilevel(
       estimator: predicts by how much the relaxed choice raises the validation loss: a function that follows
         `diffshard.bilevel_search.base.Increase`. The default is good at ranking; `prove` tells the size.
       choice_every: how many steps of θ there are to one of A, which comes with the first of them; looking at the
-        choice costs several training steps, so that 1 is several times slower than training.
+        choice costs several training steps, so that 1 is several times slower than training. None takes 8, and with
+        `formats` 8 times the steps of a look.
+      **options: with `formats` those of `search`, but `devices`, `pipeline` and what does not go with formats.
+
+    Returns:
+      A `StepSearch` with `formats`, else a `BilevelSearch`.
 
     Raises:
+      TypeError: options that the other way alone takes, or a lack of those that it needs.
       ValueError: an estimator that is no function, both or neither of `max_loss_increase` and `cost_weight`, one of
         them where they have no effect, numbers out of range, or a space without anything to choose.
     """
-    choice_every = inputs.checked_steps(choice_every)
+    of_spaces = {
+        "space": space,
+        "weights_optimizer": weights_optimizer,
+        "choice_optimizer": choice_optimizer,
+        "max_loss_increase": max_loss_increase,
+        "cost_weight": cost_weight,
+    }
+    if formats is not None:
+        inputs.check_alone("formats", of_spaces)
+        return StepSearch(fn, mesh, formats, choice_every, options)
+    inputs.check_spaces(of_spaces, options)
+    assert space is not None
+    assert weights_optimizer is not None
+    choice_every = inputs.checked_steps(CHOICE_EVERY if choice_every is None else choice_every)
     choice_optimizer = optax.adam(1e-2) if choice_optimizer is None else choice_optimizer
     inputs.check_optimizer("weights_optimizer", weights_optimizer)
     inputs.check_optimizer("choice_optimizer", choice_optimizer)
@@ -103,10 +157,10 @@ def bilevel(
         where = "diffshard.bilevel_search.base.Increase"
         raise ValueError(f"`estimator` must be a function that follows `{where}`; got {estimator!r}.")
     objective = objective_of(max_loss_increase, cost_weight)
-    if as_space_fn(space) is not None and (loss_fn is None or mesh is None):
-        raise ValueError("`space` is a function that makes a space, which needs `loss_fn` and `mesh`; got None.")
+    if as_space_fn(space) is not None and (fn is None or mesh is None):
+        raise ValueError("`space` is a function that makes a space, which needs `fn` and `mesh`; got None.")
     settings = Settings(
-        loss_fn=loss_fn,
+        loss_fn=fn,
         weights_optimizer=weights_optimizer,
         choice_optimizer=choice_optimizer,
         objective=objective,

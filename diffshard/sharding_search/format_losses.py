@@ -72,7 +72,7 @@ class MeasuredLosses:
         _check_trains(self.graph, options.function_name)
         types_of_results = [getattr(output, "aval", output) for output in self.graph.outputs]
         self._loss = loss_result("Formats.loss", formats.loss, types_of_results, self.graph.feedback, paths)
-        self._options, self._types = options, types
+        self._options, self.types = options, types
         self._take_calls(formats)
         vertices = dict.fromkeys(v.index for group in self.groups.values() for v in group.vertices)
         self._row = {vertex: row for row, vertex in enumerate(vertices)}
@@ -95,9 +95,9 @@ class MeasuredLosses:
 
     def _take_calls(self, formats: Formats) -> None:
         self.formats = formats
-        self._calls = _flat_calls(self._options, self._types, "Formats.calls", formats.calls)
+        self._calls = flat_calls(self._options, self.types, "Formats.calls", formats.calls)
         self._runs = [
-            _flat_calls(self._options, self._types, f"Formats.validation_runs[{i}]", run)
+            flat_calls(self._options, self.types, f"Formats.validation_runs[{i}]", run)
             for i, run in enumerate(formats.validation_runs)
         ]
         _warn_of_equal_batches(self.graph, self._calls, self._runs)
@@ -211,18 +211,40 @@ class MeasuredLosses:
         """
         current, sums = frozenset(products), dict.fromkeys((group.name for group in groups), 0.0)
         for state, window in self.points(current):
-            for measured in _halves(groups):
-                weights = self._weights(current)
-                for group in measured:
-                    rows = [self._row[vertex.index] for vertex in group.vertices]
-                    weights[np.ix_(rows, self._columns_of(group.kind))] = 0.0
-                    weights[rows, self._column[group.kind, group.format]] = _HALF_WAY
-                slopes = self._slopes(weights, state, window)
-                for group in measured:
-                    rows = [self._row[vertex.index] for vertex in group.vertices]
-                    sums[group.name] += float(slopes[rows, self._column[group.kind, group.format]].sum())
+            for measured in self.parts(groups):
+                for group, slope in zip(measured, self.half_way_slopes(current, measured, state, window), strict=True):
+                    sums[group.name] += slope
         means = [self.formats.factor * total / len(self.formats.look_starts) for total in sums.values()]
         return [max(0.0, mean) if np.isfinite(mean) else np.inf for mean in means]
+
+    def half_way_slopes(
+        self, products: Set[FormatKey], groups: Sequence[ProductGroup], state: State, window: Sequence[FlatCall]
+    ) -> list[float]:
+        """Returns the derivative of a look's loss in the weight of each group's format where all are half-way.
+
+        Args:
+          products: that are in formats beside the groups.
+          groups: of one format.
+          state: before the look.
+          window: its calls.
+
+        Raises:
+          ValueError: the function cannot be differentiated again.
+        """
+        weights = self._weights(products)
+        places = [([self._row[v.index] for v in g.vertices], self._column[g.kind, g.format]) for g in groups]
+        for group, (rows, column) in zip(groups, places, strict=True):
+            weights[np.ix_(rows, self._columns_of(group.kind))] = 0.0
+            weights[rows, column] = _HALF_WAY
+        slopes = self._slopes(weights, state, window)
+        return [float(slopes[rows, column].sum()) for rows, column in places]
+
+    def parts(self, groups: Sequence[ProductGroup]) -> list[list[ProductGroup]]:
+        """Returns the groups of each format in two parts, neighbours in different ones, which are measured at once."""
+        of_format: dict[str, list[ProductGroup]] = {}
+        for group in groups:
+            of_format.setdefault(group.format, []).append(group)
+        return [part for own in of_format.values() for part in (own[::2], own[1::2]) if part]
 
     def _slopes(self, weights: np.ndarray, state: State, window: Sequence[FlatCall]) -> np.ndarray:
         try:
@@ -230,7 +252,7 @@ class MeasuredLosses:
         except (NotImplementedError, ValueError) as error:  # what JAX raises where it has no rule for a derivative
             raise ValueError(
                 "The function has an operation that JAX cannot differentiate through the updates of its steps, as "
-                '`Formats.increases_by` = "gradients" needs. Take "looks", which only run it.'
+                '`Formats.increases_by` = "gradients" and `bilevel` need. Take "looks", which only run it.'
             ) from error
 
     def points(self, products: Set[FormatKey]) -> Iterator[tuple[State, Sequence[FlatCall]]]:
@@ -240,8 +262,13 @@ class MeasuredLosses:
             state, at = self.run(state, self._calls[at:start], products)[0], start
             yield state, self._calls[start : start + self.formats.steps]
 
+    @property
+    def no_weights(self) -> np.ndarray:
+        """Weights with which nothing is rounded, `[rows, formats]`."""
+        return np.zeros((len(self._row), len(self._column)), np.float32)
+
     def _weights(self, products: Set[FormatKey]) -> np.ndarray:
-        weights = np.zeros((len(self._row), len(self._column)), np.float32)
+        weights = self.no_weights
         for key in products:
             weights[self._row[key[0]], self._column[kind_of(key), key[1]]] = 1.0
         return weights
@@ -265,14 +292,6 @@ class MeasuredLosses:
                 "bits. Give calls from a later point of the training, or a smaller step."
             )
         return late
-
-
-def _halves(groups: Sequence[ProductGroup]) -> list[list[ProductGroup]]:
-    """Returns the groups of each format in two parts, neighbours in different ones."""
-    of_format: dict[str, list[ProductGroup]] = {}
-    for group in groups:
-        of_format.setdefault(group.format, []).append(group)
-    return [part for own in of_format.values() for part in (own[::2], own[1::2]) if part]
 
 
 def _late(losses: np.ndarray, share: float = LOOK_SHARE) -> float:
@@ -304,9 +323,19 @@ def _check_trains(graph: Graph, function: str) -> None:
         )
 
 
-def _flat_calls(
+def flat_calls(
     options: Options, types: Sequence[ArrayType], name: str, calls: Sequence[tuple[Any, ...]]
 ) -> list[FlatCall]:
+    """Returns the flat arguments of calls.
+
+    Args:
+      options: of the function.
+      types: of the flat arguments that all have to have.
+      name: of the calls, for errors.
+
+    Raises:
+      TypeError, ValueError: a call is no tuple, or has other arrays or none.
+    """
     flat = []
     for number, call in enumerate(calls):
         if not isinstance(call, tuple | list):

@@ -38,6 +38,10 @@ class Look:
         self._replaced, self._loss, self.mixed = tuple(replaced), loss, mixed
         self._on_overflow, self._step, self._slopes = on_overflow, jax.jit(mixed), jax.jit(jax.grad(self._late_loss))
 
+    def lower_step(self, weights: np.ndarray, arguments: FlatCall) -> Any:
+        """Lowers what `run` runs for each step, as `jax.jit(...).lower` does."""
+        return self._step.lower(weights, self.mixed.first_residuals(), *arguments)
+
     def run(self, weights: np.ndarray, state: State, calls: Sequence[FlatCall]) -> tuple[State, np.ndarray]:
         """Returns the state after some calls, and the loss of each; `weights` is `[rows, formats]`.
 
@@ -65,12 +69,20 @@ class Look:
 
         The loss of each step is of a batch on which no step before it was trained, as a validation loss is.
         """
+        return np.asarray(self._slopes(jnp.asarray(weights), *self._stacked(state, calls)), np.float64)
+
+    def lower_slopes(self, weights: np.ndarray, state: State, calls: Sequence[FlatCall]) -> Any:
+        """Lowers what `slopes` runs, as `jax.jit(...).lower` does."""
+        return self._slopes.lower(jnp.asarray(weights), *self._stacked(state, calls))
+
+    def _stacked(self, state: State, calls: Sequence[FlatCall]) -> tuple[dict[int, Any], dict[int, Any]]:
+        """Returns the state before some calls, and the batches of all of them together."""
         carried = {argument for _, argument in self._replaced}
         first = {i: jnp.asarray(state.get(i, calls[0][i])) for i in carried}
         varying = [i for i in range(len(calls[0])) if i not in carried]
         batches = {i: jnp.stack([jnp.asarray(arguments[i]) for arguments in calls]) for i in varying}
         first[RESIDUALS] = state.get(RESIDUALS, self.mixed.first_residuals())
-        return np.asarray(self._slopes(jnp.asarray(weights), first, batches), np.float64)
+        return first, batches
 
     def _late_loss(self, weights: jax.Array, state: dict[int, Any], batches: dict[int, Any]) -> jax.Array:
         @jax.checkpoint

@@ -1,0 +1,446 @@
+"""`bilevel` of a whole training step: it trains in number formats while gradients choose them.
+
+Steps of the state on training batches and steps of the choice on validation batches alternate. The choice has a row of
+weights p for each operation that may be in fewer bits: exact, or one of its formats. Each step of the training draws
+its formats from them. The mean loss L(p) of trainings that draw so is linear in each row (the multilinear extension of
+the loss of fixed formats), and dL/dp of a format is what it adds to the loss where all others are drawn. A look ahead
+measures that: from the present state, over the last validation batches, by the derivative of their late loss through
+the updates. The weights minimise
+
+    seconds(p) + λ · increases · p - τ · entropy(p),
+
+in which λ is the least price at which increases · p is within the limit. So each row is the softmax of
+(gain - λ · increase) / τ, and the temperature τ falls with the root of the number of looks. In the end `search` finds
+shardings and formats together by the mean increases, and rounds the choice with a bound.
+
+Source: G. Calinescu, C. Chekuri, M. Pál and J. Vondrák, "Maximizing a Monotone Submodular Function Subject to a Matroid
+Constraint" (2011), for the multilinear extension; Y. Freund and R. Schapire, "A Decision-Theoretic Generalization of
+On-Line Learning" (1997), for the temperature.
+"""
+
+import copy
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend import core
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from cost.real_numbers import whole_number
+from diffshard.bilevel_search.inputs import check_key
+from diffshard.front_end import search
+from diffshard.sharding_search.call import array_types, bound_arguments, call_of, split
+from diffshard.sharding_search.format_losses import MeasuredLosses, flat_calls
+from diffshard.sharding_search.format_rounds import stand_ins
+from diffshard.sharding_search.format_search import first_start
+from diffshard.sharding_search.looks import FlatCall
+from diffshard.sharding_search.number_formats import Formats, ProductGroup, offered_groups
+from diffshard.sharding_search.options import Options
+from diffshard.sharding_search.plan import Plan
+from diffshard.sharding_search.planned_function import PlannedFunction
+from diffshard.sharding_search.request import PlanRequest
+from diffshard.sharding_search.step_objective import step_s
+from diffshard.sharding_search.tracing import space_of, trace_call
+from search_spaces.sharding.base import FormatKey
+from search_spaces.sharding.format_gains import gains_together_s
+
+LOOK_EVERY = 8
+"""Updates from one look ahead to the next, in steps of a look. A look takes about four times as long as its steps, so
+that an update takes half as long again as a step."""
+_BISECTIONS = 60
+"""Of the price of the loss: enough for all digits of a double."""
+
+
+class StepState(NamedTuple):
+    """What a search carries from update to update; a pytree.
+
+    Attributes:
+      arrays: the state of the training, by the numbers of the flat arguments, with residuals of formats.
+      window: the batches of the last validation steps, by the numbers of the flat arguments.
+      slopes: `[groups]` float64, the sum of what looks ahead have measured.
+      num_looks: `[groups]` how many have measured each.
+      step: how many updates were made.
+      key: of the draws.
+    """
+
+    arrays: Mapping[int, Any]
+    window: tuple[Mapping[int, Any], ...]
+    slopes: np.ndarray
+    num_looks: np.ndarray
+    step: int
+    key: jax.Array
+
+
+class StepMetrics(NamedTuple):
+    """What one update did.
+
+    Attributes:
+      train_loss: before its step, with the formats that were drawn.
+      num_drawn: operations that were in fewer bits.
+      loss_increase: what the relaxed choice is predicted to add to the loss of a whole training.
+      cost_ratio: seconds of a step of the relaxed choice over those of the exact one, with the shardings of that one.
+      entropy: of the rows of weights, as a share of that of uniform ones: 0 is decided.
+      has_looked: whether it took a look ahead.
+      refused: its loss was not finite, so that the state of the training stayed what it was.
+    """
+
+    train_loss: float
+    num_drawn: int
+    loss_increase: float
+    cost_ratio: float
+    entropy: float
+    has_looked: bool
+    refused: bool
+
+
+class RelaxedFormats(NamedTuple):
+    """A choice with weights for the formats of each operation.
+
+    Attributes:
+      weights: `[groups]` of each group in its format; what they lack to 1 is exact.
+      price_s: λ, seconds for a unit of the loss.
+    """
+
+    weights: np.ndarray
+    price_s: float
+
+
+class _Begun(NamedTuple):
+    """What is known once there are arguments.
+
+    Attributes:
+      batch_positions: of the positional arguments that no result replaces.
+      args: those that `init` was called with.
+      batch: the numbers of the flat arguments in these.
+      rows: `[groups]` equal for formats of the same operations.
+      gains_s: `[groups]` what each saves of a step, with the shardings of the fastest exact one.
+      kept: `[groups]` of arrays that the memory limit needs in fewer bits, whatever the loss says.
+    """
+
+    measured: Options
+    planned_args: tuple[Any, ...]
+    args: tuple[Any, ...]
+    batch_positions: tuple[int, ...]
+    batch: frozenset[int]
+    losses: MeasuredLosses
+    groups: tuple[ProductGroup, ...]
+    rows: np.ndarray
+    gains_s: np.ndarray
+    kept: np.ndarray
+    exact_s: float
+
+
+class StepSearch:
+    """A bilevel search of a training step's number formats: `init`, `update` and `finish`; made by `bilevel`."""
+
+    def __init__(
+        self,
+        fn: Any,
+        mesh: Any,
+        formats: Formats,
+        choice_every: int | None,
+        options: Mapping[str, Any],
+    ):
+        _check(fn, mesh, formats)
+        every = LOOK_EVERY * formats.steps if choice_every is None else whole_number(choice_every)
+        if every is None or every < 1:
+            raise ValueError(f"`choice_every` must be 1 or more, not {choice_every!r}.")
+        self._formats, self._every = formats, every
+        self._search = functools.partial(search, fn, mesh, **options)
+        self._options = self._planned_by({}).options
+        self._begun: _Begun | None = None
+
+    def with_limit(self, max_loss_increase: float) -> "StepSearch":
+        """Returns the search within another limit on the loss; what is known of its arguments is not found again."""
+        other = copy.copy(self)
+        other._formats = replace(self._formats, max_loss_increase=max_loss_increase)
+        return other
+
+    def init(self, key: jax.Array, *args: Any, planned_for: Sequence[Any] | None = None) -> StepState:
+        """Returns the first state; the same key draws the same formats.
+
+        Args:
+          key: a JAX random key.
+          *args: the positional arguments of a step, arrays on one device: the training begins with its state.
+          planned_for: where `Formats.measured_fn` trains in the place of the function, the arguments of that one, which
+            may be `jax.ShapeDtypeStruct`s.
+
+        Raises:
+          TypeError, ValueError: the function trains nothing, its loss is not found, or the arguments are no arrays.
+          InfeasibleError: no plan fits the memory limit.
+        """
+        check_key(key)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args)):
+            raise TypeError("`init` begins a training, which runs: give arrays and no `jax.ShapeDtypeStruct`.")
+        if (planned_for is None) != (self._formats.measured_fn is None):
+            which = "which is planned" if planned_for is None else "which `Formats` does not have"
+            raise ValueError(
+                f"`planned_for` is for the function beside `Formats.measured_fn`, {which}: give both or neither."
+            )
+        begun = self._begun or self._begin(args, args if planned_for is None else tuple(planned_for))
+        (first,) = flat_calls(begun.measured, begun.losses.types, "init", [args])
+        zeros = np.zeros(len(begun.groups))
+        return StepState(
+            {i: array for i, array in enumerate(first) if i not in begun.batch},
+            (),
+            zeros,
+            zeros.astype(np.int64),
+            0,
+            key,
+        )
+
+    def update(self, state: StepState, train_batch: Any, val_batch: Any) -> tuple[StepState, StepMetrics]:
+        """Trains one step, and may take a look ahead from there.
+
+        Args:
+          state: after `init` or another update; it is not changed.
+          train_batch: the argument of the function that no result replaces; of several a tuple.
+          val_batch: the same of other data. The last `Formats.steps` of them are those of a look.
+
+        Raises:
+          TypeError, ValueError: batches of other types than in `init`, or no `init` before.
+        """
+        begun = self._known
+        key, own_key = jax.random.split(state.key)
+        relaxed = self.relaxed(state)
+        drawn = _drawn(begun, relaxed.weights, own_key)
+        products = stand_ins(begun.losses, begun.groups, drawn)
+        arrays, (loss,) = begun.losses.run(state.arrays, [self._flat("train_batch", train_batch)], products)
+        refused = not np.isfinite(loss)
+        validation = self._flat("val_batch", val_batch)
+        batch = {i: validation[i] for i in begun.batch}
+        window = (*state.window, batch)[-self._formats.steps :]
+        state = StepState(
+            state.arrays if refused else {**state.arrays, **arrays},
+            window,
+            state.slopes,
+            state.num_looks,
+            state.step + 1,
+            key,
+        )
+        looks = len(window) == self._formats.steps and (state.step - self._formats.steps) % self._every == 0
+        if looks and not refused:
+            state = self._looked(state, products)
+        return state, StepMetrics(
+            float(loss),
+            len(drawn),
+            _increase(self._increases(state), relaxed.weights),
+            1.0 - float(relaxed.weights @ begun.gains_s) / begun.exact_s,
+            _entropy(relaxed.weights, begun.rows),
+            looks and not refused,
+            refused,
+        )
+
+    def relaxed(self, state: StepState) -> RelaxedFormats:
+        """Returns the relaxed choice of a state: rows of softmax weights."""
+        begun, increases = self._known, self._increases(state)
+        gains_s = np.where(np.isfinite(increases) & (begun.gains_s > 0), begun.gains_s, -np.inf)
+        temperature_s = _mean_or_0(begun.gains_s[begun.gains_s > 0]) / np.sqrt(1.0 + np.max(state.num_looks, initial=0))
+        weights, price_s = relaxed_within(
+            gains_s, increases, self._formats.max_loss_increase, temperature_s, begun.rows
+        )
+        return RelaxedFormats(np.maximum(weights, begun.kept), price_s)
+
+    def increases(self, state: StepState) -> dict[str, float]:
+        """Returns what each group that was looked at adds to the loss of a whole training, by its name."""
+        names = [group.name for group in self._known.groups]
+        return {n: float(x) for n, x in zip(names, self._increases(state), strict=True) if np.isfinite(x)}
+
+    def finish(self, state: StepState) -> tuple[Plan, Any]:
+        """Returns the plan, and the state of the training as the function takes it; of several arguments a tuple.
+
+        Shardings and formats are searched together, by the mean of what looks have measured, for the fastest step that
+        is predicted to stay within the limit. With `Formats.validation_runs` what is found is trained beside simple
+        rules, and the fastest of those that were measured to stay within the limit is returned.
+
+        Raises:
+          ValueError: no look was taken yet.
+          InfeasibleError: no plan fits the memory limit.
+        """
+        begun, increases = self._known, self.increases(state)
+        if not increases:
+            raise ValueError(
+                f"No look ahead was taken in {state.step} updates, so that nothing is known of the loss: the first one "
+                f"comes with update {self._formats.steps} (`Formats.steps`)."
+            )
+        plan = self._planned_by(increases).plan(*begun.planned_args)
+        return plan, self.trained(state)
+
+    def trained(self, state: StepState) -> Any:
+        """Returns the state of the training as the function takes it; of several arguments a tuple."""
+        begun = self._known
+        arrays, structure = split(bound_arguments(begun.measured, begun.args, {}))
+        args, _ = structure.unflatten(state.arrays.get(i, array) for i, array in enumerate(arrays))
+        own = tuple(arg for i, arg in enumerate(args) if i not in begun.batch_positions)
+        return own[0] if len(own) == 1 else own
+
+    def _planned_by(self, increases: Mapping[str, float]) -> PlannedFunction[Plan]:
+        step = self._search(formats=replace(self._formats, increases=increases, calls=()))
+        assert isinstance(step, PlannedFunction)
+        return step
+
+    def _begin(self, args: tuple[Any, ...], planned_args: tuple[Any, ...]) -> _Begun:
+        """Traces the functions, and finds the fastest exact step and what groups gain there."""
+        options, formats = self._options, self._formats
+        request = _request(options, planned_args)
+        if not request.space.as_program:
+            raise ValueError(
+                "`formats` need an explicit program, and the function has operations that cannot be in one."
+            )
+        measured, traced, space = options, request.traced_function, request.space
+        if formats.measured_fn is not None:
+            one = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,))
+            measured = replace(options, fn=formats.measured_fn, mesh=one, in_shardings=None, memory_limit_bytes=np.inf)
+            traced = trace_call(measured, call_of(measured, args, {}))
+            space = space_of(measured, traced)
+        losses = MeasuredLosses(
+            replace(formats, calls=(args,), validation_runs=()),
+            space,
+            measured,
+            array_types(traced.call.arrays),
+            traced.out_paths,
+            int(np.prod(request.space.axis_sizes)),
+        )
+        losses.check_exact(core.jaxpr_as_fun(traced.jaxpr))
+        call = traced.call
+        replaced = {call.numbers[argument] for argument in traced.graph.feedback if argument is not None}
+        groups = tuple(group for group in offered_groups(request.space, formats) if group.name in losses.groups)
+        start = first_start(request, groups, options.deadline())
+        offered = request.space.with_formats({key: 0.0 for group in groups for key in sorted(group.members)})
+        gains = gains_together_s(offered, start.choice)
+        places = [(group.kind, group.vertices[0].index) for group in groups]
+        self._begun = _Begun(
+            measured,
+            planned_args,
+            args,
+            tuple(i for i in range(len(args)) if i not in replaced),
+            frozenset(i for i, number in enumerate(call.numbers) if number not in replaced),
+            losses,
+            groups,
+            np.array([places.index(place) for place in places], np.int64),
+            np.array([sum(max(0.0, gains[member]) for member in group.members) for group in groups]),
+            np.array([bool(group.members & start.kept) for group in groups], float),
+            step_s(request.space.predict(start.choice.tolist())),
+        )
+        return self._begun
+
+    @property
+    def _known(self) -> _Begun:
+        if self._begun is None:
+            raise ValueError("The search knows no arguments yet; call `init(key, *args)` first.")
+        return self._begun
+
+    def _flat(self, name: str, batch: Any) -> FlatCall:
+        """Returns the flat arguments of a step with a batch; the state in them is that of `init`."""
+        begun, args = self._known, list(self._known.args)
+        values = (batch,) if len(begun.batch_positions) == 1 else tuple(batch)
+        if len(values) != len(begun.batch_positions):
+            raise ValueError(f"`{name}` must be a tuple of {len(begun.batch_positions)} arguments, not {len(values)}.")
+        for position, value in zip(begun.batch_positions, values, strict=True):
+            args[position] = value
+        return flat_calls(begun.measured, begun.losses.types, name, [tuple(args)])[0]
+
+    def _looked(self, state: StepState, products: frozenset[FormatKey]) -> StepState:
+        """Returns the state with the slopes of a look: the first one is at all groups, others at a part of them."""
+        begun, slopes, num_looks = self._known, state.slopes.copy(), state.num_looks.copy()
+        places = range(len(begun.losses.types))
+        calls = [[{**state.arrays, **batch}[i] for i in places] for batch in state.window]
+        parts = begun.losses.parts([begun.losses.groups[group.name] for group in begun.groups])
+        numbers = {group.name: number for number, group in enumerate(begun.groups)}
+        taken = sum(num_looks[numbers[part[0].name]] for part in parts)
+        for part in parts if taken == 0 else [parts[taken % len(parts)]]:
+            own = begun.losses.half_way_slopes(products, part, state.arrays, calls)
+            for group, slope in zip(part, own, strict=True):
+                slopes[numbers[group.name]] += slope if np.isfinite(slope) else np.inf
+                num_looks[numbers[group.name]] += 1
+        return state._replace(slopes=slopes, num_looks=num_looks)
+
+    def _increases(self, state: StepState) -> np.ndarray:
+        """Returns `[groups]` what each adds to the loss of a whole training; NaN where no look was taken."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.maximum(self._formats.factor * state.slopes / state.num_looks, 0.0)
+
+
+def relaxed_within(
+    gains_s: np.ndarray, increases: np.ndarray, limit: float, temperature_s: float, rows: np.ndarray
+) -> tuple[np.ndarray, float]:
+    """Returns the weights of formats with the least seconds less entropy whose mean increase is within a limit.
+
+    Args:
+      gains_s: `[groups]` seconds; -inf for those that are never chosen.
+      increases: `[groups]` of the loss, 0 or more; those of groups that are never chosen may be anything.
+      temperature_s: of the entropy, seconds.
+      rows: `[groups]` numbers of the rows: equal for formats of the same operations, of which one at most is taken.
+
+    Returns:
+      `[groups]` weights, and the price of the loss, seconds for a unit.
+    """
+    increases = np.where(np.isfinite(gains_s), increases, 0.0)
+
+    def at(price_s: float) -> np.ndarray:
+        scores = (gains_s - price_s * increases) / max(temperature_s, np.finfo(float).tiny)
+        most = np.zeros(len(rows))
+        np.maximum.at(most, rows, scores)
+        weights, exact = np.exp(scores - most[rows]), np.exp(-most)
+        np.add.at(exact, rows, weights)
+        return weights / exact[rows]
+
+    low, high = 0.0, 0.0
+    if at(0.0) @ increases > limit:
+        high = max(float(np.max(gains_s)), temperature_s) / limit
+        while at(high) @ increases > limit:
+            low, high = high, 2 * high
+    for _ in range(_BISECTIONS if high else 0):
+        middle = (low + high) / 2
+        low, high = (middle, high) if at(middle) @ increases > limit else (low, middle)
+    return at(high), high
+
+
+def _drawn(begun: _Begun, weights: np.ndarray, key: jax.Array) -> frozenset[FormatKey]:
+    """Returns formats that are drawn: of each row one of its formats, or none."""
+    uniform = np.asarray(jax.random.uniform(key, (len(begun.groups),)), float)
+    drawn, below = [], np.zeros(len(begun.groups))
+    for number, (row, weight) in enumerate(zip(begun.rows, weights, strict=True)):
+        if below[row] <= uniform[row] < below[row] + weight:
+            drawn.append(number)
+        below[row] += weight
+    return frozenset(member for number in drawn for member in begun.groups[number].members)
+
+
+def _increase(increases: np.ndarray, weights: np.ndarray) -> float:
+    return float(np.sum(np.where(weights > 0, weights * np.nan_to_num(increases), 0.0)))
+
+
+def _entropy(weights: np.ndarray, rows: np.ndarray) -> float:
+    """Returns the mean entropy of rows as a share of that of uniform ones."""
+    shares = []
+    for row in np.unique(rows):
+        own = weights[rows == row]
+        p = np.clip(np.array([1.0 - own.sum(), *own]), 0.0, 1.0)
+        shares.append(-np.sum(p * np.log(np.where(p > 0, p, 1.0))) / np.log(len(p)))
+    return _mean_or_0(np.array(shares))
+
+
+def _mean_or_0(values: np.ndarray) -> float:
+    return float(np.mean(values)) if len(values) else 0.0
+
+
+def _request(options: Options, args: tuple[Any, ...]) -> PlanRequest:
+    traced = trace_call(options, call_of(options, args, {}))
+    return PlanRequest(options, traced, space_of(options, traced), time.perf_counter())
+
+
+def _check(fn: Any, mesh: Any, formats: Any) -> None:
+    if not callable(fn):
+        raise TypeError(f"`fn` must be a training step, as `search` takes it, not {fn!r}.")
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"`mesh` must be a `Mesh` or an `AbstractMesh`, not {type(mesh).__name__}.")
+    if not isinstance(formats, Formats):
+        raise TypeError(f"`formats` must be a diffshard.formats.Formats, not {type(formats).__name__}.")
+    for name in ("calls", "increases"):
+        if getattr(formats, name):
+            raise ValueError(f"`Formats.{name}` is for `search`: `bilevel` measures while it trains. Leave it out.")
