@@ -72,6 +72,15 @@ def groups_then_experts(vertex, is_shared):
     return 1 if is_shared else 0
 
 
+def emulated(space, layout, keys, used, args):
+    """Returns the results of one device where some vertices exchange codes; `keys` are all that could."""
+    rows = {key.vertex: row for row, key in enumerate(keys)}
+    codes = ExchangedInCodes([keys[0].format], frozenset(rows))
+    weights = np.array([[float(vertex in used)] for vertex in rows], np.float32)
+    mixed = MixedProducts(space.graph, layout, rows, [], exchanges=codes)
+    return jax.jit(mixed)(weights, {}, *jax.tree.leaves(args))[0]
+
+
 @pytest.mark.parametrize("name", ["int8", "float8", "bfloat16"])
 def test_one_device_measures_the_numbers_of_the_program(name):
     args = arguments()
@@ -84,10 +93,7 @@ def test_one_device_measures_the_numbers_of_the_program(name):
     assert len(used) >= 3
     program = jax.jit(space.device_program(layout, mesh))
     results = program(*jax.tree.leaves(args))
-    rows = {key.vertex: row for row, key in enumerate(keys)}
-    mixed = MixedProducts(space.graph, layout, rows, [], exchanges=ExchangedInCodes([name], frozenset(v for v in rows)))
-    weights = np.array([[float(vertex in used)] for vertex in rows], np.float32)
-    measured, _ = jax.jit(mixed)(weights, {}, *jax.tree.leaves(args))
+    measured = emulated(space, layout, keys, used, args)
     exact = jax.tree.leaves(experts_step(*args))
     for result, array, number in zip(results, measured, exact, strict=True):
         np.testing.assert_allclose(result, array, rtol=1e-5, atol=1e-7)
@@ -95,6 +101,39 @@ def test_one_device_measures_the_numbers_of_the_program(name):
     exchanged = [line for line in program.lower(*jax.tree.leaves(args)).as_text().splitlines() if "all_to_all" in line]
     types = [line.split("tensor<")[-1].split(">")[0].split("x")[-1] for line in exchanged]
     assert types.count("bf16" if name == "bfloat16" else "ui8") == len(used)
+
+
+def scanned_step(params, x):
+    """Trains two layers of experts in a loop, which computes each again in the backward pass."""
+
+    @jax.checkpoint
+    def layer(x, weights):
+        sent = jnp.tanh(jnp.einsum("gem,mn->gen", x, weights["before"]))
+        inside = jnp.tanh(jnp.einsum("gen,enh->geh", sent, weights["experts"]))
+        return x + jnp.einsum("geh,hm->gem", inside, weights["after"]), None
+
+    def loss_of(params):
+        return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
+
+
+def test_layers_in_a_loop_exchange_codes_in_each_trip():
+    params, x = arguments()
+    args = jax.tree.map(lambda w: jnp.stack([w, 0.5 * w]), params), x
+    space, mesh = space_for(scanned_step, args)
+    keys = [Coded(vertex.index, "int8", "exchange") for vertex in space.exchangeable]
+    free = space.with_formats(dict.fromkeys(keys, 0.0))
+    choice = in_formats(free, np.array(split_choice(space, groups_then_experts)), keys)
+    layout = free.layout(choice.tolist())
+    used = {coded.vertex for coded in layout.coded}
+    assert len(used) >= 3
+    results = jax.jit(space.device_program(layout, mesh))(*jax.tree.leaves(args))
+    measured = emulated(space, layout, keys, used, args)
+    for result, array, number in zip(results, measured, jax.tree.leaves(scanned_step(*args)), strict=True):
+        np.testing.assert_allclose(result, array, rtol=1e-5, atol=1e-7)
+        assert np.abs(result - number).max() > 1e-6
 
 
 def test_only_even_blocks_with_the_same_rows_are_exchanged_as_codes():
