@@ -27,7 +27,7 @@ from cost.pipeline_schedules import (
     graph_of,
     schedule_graph,
 )
-from cost.pipeline_times import Simulation, StageTimes, checked, durations_s, simulate, start_times_s
+from cost.pipeline_times import Simulation, StageTimes, simulate, start_times_s
 from cost.real_numbers import Count, checked_number
 from cost.schedule_orders import alternating_order
 
@@ -79,8 +79,8 @@ def pipeline_step(
     Raises:
       ValueError: as `cost.pipeline_times.simulate`, or `end_s` is not S seconds.
     """
-    simulation = simulate(times, graph_of(schedule, len(times.forward_s), num_microbatches, stages_per_device))
-    ends = _checked_ends(end_s, len(times.forward_s))
+    simulation = simulate(times, graph_of(schedule, times.num_stages, num_microbatches, stages_per_device))
+    ends = _checked_ends(end_s, times.num_stages)
     if schedule != "2bw":
         step_s = simulation.step_s + float(np.bincount(simulation.graph.device, ends).max())
         return PipelineStep(simulation, step_s, simulation.bubble, step_s)
@@ -141,8 +141,7 @@ def steps_in_turn(
     times: StageTimes, num_microbatches: int, end_s: np.ndarray | Sequence[float], overlap: Overlap
 ) -> StepsInTurn:
     """Simulates many steps of "2bw"; arguments and errors as of `overlapped_step_s`."""
-    num_stages, count = len(times.forward_s), checked_number("num_microbatches", num_microbatches, Count)
-    times = checked(times, checked_number("len(forward_s)", num_stages, Count))
+    num_stages, count = times.num_stages, checked_number("num_microbatches", num_microbatches, Count)
     ends = _checked_ends(end_s, num_stages)
     rounds = 1 + -(-_WARM_UP_ROUNDS * num_stages // count)  # steps that are begun before the steady state, and in it
     kept = np.array(_kept(num_stages, count))
@@ -150,7 +149,7 @@ def steps_in_turn(
     graph = schedule_graph(_orders_of_steps(num_stages, count, num_steps, overlap != "none"), num_steps * count)
     before_end = count - kept[graph.stage] if overlap == "late_ends" else count - 1
     is_last = (graph.kind == BACKWARD) & (graph.microbatch % count == before_end)
-    durations = durations_s(times)[graph.kind, graph.stage]
+    durations = times.by_kind[graph.kind, graph.stage]
     start = start_times_s(graph, durations, np.where(is_last, ends[graph.stage], 0.0))
     of_stages = [start[is_last & (graph.stage == stage)] for stage in range(num_stages)]
     step_s = max(float(starts[-2] - starts[rounds - 1]) / rounds for starts in of_stages)
@@ -211,11 +210,10 @@ def _orders_of_steps(num_stages: int, count: int, num_steps: int, is_overlapped:
 def overlapped_lower_bound_s(times: StageTimes, num_microbatches: int, end_s: np.ndarray | Sequence[float]) -> float:
     """Returns a lower bound on a step where steps overlap: max_j M·t_j + e_j, or M times the slowest transfer."""
     count = checked_number("num_microbatches", num_microbatches, Count)
-    times = checked(times, checked_number("len(forward_s)", len(times.forward_s), Count))
-    seconds = durations_s(times)
+    seconds = times.by_kind
     of_stages = count * (seconds.sum(axis=0) - seconds[[SEND_FORWARD, SEND_BACKWARD]].sum(axis=0))
     of_links = count * seconds[[SEND_FORWARD, SEND_BACKWARD]].max()
-    return float(max((of_stages + _checked_ends(end_s, len(times.forward_s))).max(), of_links))
+    return float(max((of_stages + _checked_ends(end_s, times.num_stages)).max(), of_links))
 
 
 def _checked_ends(end_s: np.ndarray | Sequence[float], num_stages: int) -> np.ndarray:

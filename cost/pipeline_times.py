@@ -6,7 +6,8 @@ Letters for sizes: R replicas, S stages of each of them, M micro-batches of all 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,8 +24,9 @@ from cost.pipeline_schedules import (
 from cost.real_numbers import Count, checked_number
 
 
-class StageTimes(NamedTuple):
-    """Seconds that one micro-batch takes.
+@dataclass(frozen=True, eq=False)
+class StageTimes:
+    """Seconds that one micro-batch takes, as arrays of floats; sequences are taken, too.
 
     Attributes:
       forward_s: `[S]`, the forward operations of each stage.
@@ -33,17 +35,42 @@ class StageTimes(NamedTuple):
       send_backward_s: `[S - 1]`, sending the gradient from stage i + 1 to stage i.
       weights_s: `[S]`, the gradients of the weights where a schedule computes them apart; None where all of the
         backward operation is in `backward_s`.
+
+    Raises:
+      ValueError: there is no stage, or an array has another length, or a number that is negative or not finite.
     """
 
-    forward_s: np.ndarray | Sequence[float]
-    backward_s: np.ndarray | Sequence[float]
-    send_forward_s: np.ndarray | Sequence[float]
-    send_backward_s: np.ndarray | Sequence[float]
-    weights_s: np.ndarray | Sequence[float] | None = None
+    forward_s: Any
+    backward_s: Any
+    send_forward_s: Any
+    send_backward_s: Any
+    weights_s: Any = None
+
+    def __post_init__(self):
+        num_stages = checked_number("len(forward_s)", len(self.forward_s), Count)
+        for name in (field.name for field in fields(self) if getattr(self, field.name) is not None):
+            array, length = np.asarray(getattr(self, name), float), num_stages - name.startswith("send")
+            if array.shape != (length,):
+                raise ValueError(f"`{name}` must have one number for each of {length} places, not shape {array.shape}.")
+            if not (np.isfinite(array) & (array >= 0)).all():
+                raise ValueError(f"`{name}` must be seconds, 0 or more and finite, not {array}.")
+            object.__setattr__(self, name, array)
+
+    @property
+    def num_stages(self) -> int:
+        """S."""
+        return len(self.forward_s)
+
+    @property
+    def by_kind(self) -> np.ndarray:
+        """`[kinds, S]`: the seconds of each kind of operation on each stage; a link has the stage before it."""
+        weights = np.zeros_like(self.forward_s) if self.weights_s is None else self.weights_s
+        links = [np.append(x, 0.0) for x in (self.send_forward_s, self.send_backward_s)]
+        return np.stack([self.forward_s, self.backward_s, weights, *links])
 
     def sends_after(self, stage: int) -> tuple[float, float]:
         """Returns the seconds of sending to the next stage and back from it; 0 after the last stage."""
-        if stage == len(self.forward_s) - 1:
+        if stage == self.num_stages - 1:
             return 0.0, 0.0
         return float(self.send_forward_s[stage]), float(self.send_backward_s[stage])
 
@@ -86,16 +113,16 @@ def simulate(times: StageTimes, graph: ScheduleGraph) -> Simulation:
       graph: the schedule.
 
     Raises:
-      ValueError: an array has another length than S or S - 1 or a number that is negative or not finite, or
-        `weights_s` is missing or not used.
+      ValueError: the schedule has other stages, or `weights_s` is missing or not used.
     """
-    times = checked(times, graph.num_stages)
+    if times.num_stages != graph.num_stages:
+        raise ValueError(f"`times` must be of the {graph.num_stages} stages of `graph`, not of {times.num_stages}.")
     if (times.weights_s is not None) != bool((graph.kind == WEIGHTS).any()):
         raise ValueError(
             '`weights_s` must be given for schedules such as "zb-h1" that compute the gradients of weights apart, and '
             "only there; all others have them in `backward_s`."
         )
-    durations = durations_s(times)[graph.kind, graph.stage]
+    durations = times.by_kind[graph.kind, graph.stage]
     start = start_times_s(graph, durations, np.zeros(len(durations)))
     end = start + durations
     of_stage = np.isin(graph.kind, STAGE_KINDS)
@@ -133,11 +160,10 @@ def lower_bound_s(times: StageTimes, num_microbatches: int) -> float:
     last of them has the rest of its way to go: Σ_i t_i + Σ_i c_i + (M - 1)·(the slowest transfer).
 
     Raises:
-      ValueError: as `simulate`.
+      ValueError: `num_microbatches` is below 1.
     """
-    times = checked(times, checked_number("len(forward_s)", len(times.forward_s), Count))
     num_microbatches = checked_number("num_microbatches", num_microbatches, Count)
-    durations = durations_s(times)
+    durations = times.by_kind
     there = np.cumsum(durations[FORWARD] + durations[SEND_FORWARD])[:-1]
     back = np.cumsum(durations[BACKWARD] + durations[SEND_BACKWARD])[:-1]
     computing = durations[FORWARD] + durations[BACKWARD]
@@ -148,35 +174,6 @@ def lower_bound_s(times: StageTimes, num_microbatches: int) -> float:
         computing.sum() + links.sum() + (num_microbatches - 1) * links.max(),
     ]
     return float(max(np.max(bound) for bound in bounds))
-
-
-def checked(times: StageTimes, num_stages: int) -> StageTimes:
-    """Returns the times of a number of stages as arrays of floats.
-
-    Raises:
-      ValueError: an array has another length than S or S - 1, or a number that is negative or not finite.
-    """
-    lengths = (num_stages, num_stages, num_stages - 1, num_stages - 1, num_stages)
-    arrays = []
-    for name, values, length in zip(StageTimes._fields, times, lengths, strict=True):
-        if values is None:
-            arrays.append(None)
-            continue
-        array = np.asarray(values, float)
-        if array.shape != (length,):
-            raise ValueError(f"`{name}` must have one number for each of {length} places, not shape {array.shape}.")
-        if not (np.isfinite(array) & (array >= 0)).all():
-            raise ValueError(f"`{name}` must be seconds, 0 or more and finite, not {array}.")
-        arrays.append(array)
-    return StageTimes(*arrays)
-
-
-def durations_s(times: StageTimes) -> np.ndarray:
-    """Returns `[kinds, S]`: the seconds of each kind of operation on each stage; a link has the stage before it."""
-    forward, backward = np.asarray(times.forward_s, float), np.asarray(times.backward_s, float)
-    weights = np.zeros_like(forward) if times.weights_s is None else np.asarray(times.weights_s, float)
-    links = [np.append(np.asarray(x, float), 0.0) for x in (times.send_forward_s, times.send_backward_s)]
-    return np.stack([forward, backward, weights, *links])
 
 
 def joined_graph(graphs: Sequence[ScheduleGraph]) -> ScheduleGraph:

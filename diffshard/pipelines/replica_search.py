@@ -188,7 +188,7 @@ def replicas_bound_s(search: StepSearch) -> float:
 
 def replica_part_s(times: StageTimes, schedule: Schedule, num_microbatches: int, exchange_s: float) -> list[float]:
     """Returns `[M + 1]`: the seconds of a replica for 0 to M micro-batches; it has to take at least one."""
-    stages = len(times.forward_s)
+    stages = times.num_stages
     counts = range(1, num_microbatches + 1)
     return [np.inf, *(simulate(times, graph_of(schedule, stages, m)).step_s + exchange_s for m in counts)]
 

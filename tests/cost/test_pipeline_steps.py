@@ -1,5 +1,7 @@
 """A step with its end, and steps that overlap: numbers by hand, and a bound that links that are hidden reach."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -33,7 +35,7 @@ def test_the_slowest_stage_decides_where_transfers_are_hidden():
 
 
 def test_a_slow_link_or_few_micro_batches_in_flight_decide_otherwise():
-    slow = EQUAL._replace(send_forward_s=[0, 9, 0])
+    slow = replace(EQUAL, send_forward_s=[0, 9, 0])
     assert overlapped_lower_bound_s(slow, 8, [0] * 4) == 72
     # Stage 1 keeps 3 micro-batches; one comes back after 3 stages of 3 s and the link: 18 s for 3 of them.
     assert overlapped_step_s(slow, 24, [0] * 4) == pytest.approx(24 * 9)

@@ -1,5 +1,6 @@
 """Simulated pipelines against numbers worked by hand, published bubbles, and the bound on every schedule."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -62,7 +63,7 @@ def test_bubbles_that_are_published(num_stages, num_microbatches):
 @given(stage_times(9), st.integers(1, 9), st.sampled_from((*SCHEDULES, "zb-h1")))
 def test_no_schedule_is_faster_than_the_bound(times, num_microbatches, schedule):
     if schedule == "zb-h1":
-        times = times._replace(weights_s=times.backward_s)
+        times = replace(times, weights_s=times.backward_s)
     assert simulated(times, num_microbatches, schedule).step_s >= lower_bound_s(times, num_microbatches)
 
 
@@ -131,21 +132,37 @@ def test_a_slow_link_bounds_the_step():
 @pytest.mark.parametrize(
     ("times", "num_microbatches", "schedule", "message"),
     [
-        (EQUAL._replace(backward_s=[2] * 3), 8, "1f1b", "`backward_s` must have one number for each of 4"),
-        (EQUAL._replace(send_forward_s=[1, -1, 1]), 8, "1f1b", "`send_forward_s` must be seconds, 0 or more"),
-        (StageTimes([], [], [], []), 8, "1f1b", "`num_stages` must be a whole number"),
         (EQUAL, 0, "1f1b", "`num_microbatches` must be a whole number, 1 or more, not 0"),
         (EQUAL, 2.5, "1f1b", "`num_microbatches` must be a whole number"),
         (EQUAL, 8, "backwards", "`schedule` must be one of"),
         (EQUAL, 7, "interleaved", "`num_microbatches` must be a multiple of the 2 devices"),
         (StageTimes([1], [1], [], []), 8, "interleaved", "`num_stages` must be a multiple of `stages_per_device`, 2"),
         (EQUAL, 8, "zb-h1", "`weights_s` must be given"),
-        (EQUAL._replace(weights_s=[1] * 4), 8, "1f1b", "`weights_s` must be given"),
+        (replace(EQUAL, weights_s=[1] * 4), 8, "1f1b", "`weights_s` must be given"),
     ],
 )
 def test_wrong_arguments_are_named(times, num_microbatches, schedule, message):
     with pytest.raises(ValueError, match=message):
         simulated(times, num_microbatches, schedule)
+
+
+@pytest.mark.parametrize(
+    ("times", "message"),
+    [
+        (([1] * 4, [2] * 3, [1] * 3, [1] * 3), "`backward_s` must have one number for each of 4"),
+        (([1] * 4, [2] * 4, [1, -1, 1], [1] * 3), "`send_forward_s` must be seconds, 0 or more"),
+        (([1] * 4, [2] * 4, [1] * 3, [1] * 3, [1] * 3), "`weights_s` must have one number for each of 4"),
+        (([], [], [], []), r"`len\(forward_s\)` must be a whole number, 1 or more, not 0"),
+    ],
+)
+def test_times_of_no_pipeline_are_refused(times, message):
+    with pytest.raises(ValueError, match=message):
+        StageTimes(*times)
+
+
+def test_times_of_other_stages_than_the_schedule_has_are_refused():
+    with pytest.raises(ValueError, match="`times` must be of the 3 stages of `graph`, not of 4"):
+        simulate(EQUAL, graph_of("1f1b", 3, 8))
 
 
 def test_stages_that_wait_for_each_other_are_refused():
