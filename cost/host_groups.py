@@ -127,7 +127,7 @@ def factorisations(number: int, most_factors: int) -> Iterator[tuple[int, ...]]:
 
 
 def distinct_shapes(
-    num_devices: int, links_of_shape: Callable[[dict[str, int]], Mapping[str, Link]], most_axes: int = MOST_AXES
+    num_devices: int, links_of_shape: Callable[[dict[str, int]], Mapping[str, Link]]
 ) -> list[dict[str, int]]:
     """Returns the physically distinct shapes with named axes, those with few axes first.
 
@@ -137,10 +137,9 @@ def distinct_shapes(
     Args:
       num_devices: devices of the mesh.
       links_of_shape: returns the link of each axis of a shape.
-      most_axes: axes of a shape, at most.
     """
     shapes: dict[frozenset, dict[str, int]] = {}
-    for sizes in sorted(factorisations(num_devices, most_axes), key=len):
+    for sizes in sorted(factorisations(num_devices, MOST_AXES), key=len):
         axes = {f"axis{i}": size for i, size in enumerate(sizes)}
         links = links_of_shape(axes)
         key = frozenset(Counter((size, links[axis]) for axis, size in axes.items()).items())

@@ -28,7 +28,6 @@ from cost.expert_groups import (
     ExpertWorkers,
     Group,
     all_reduce_link_s,
-    all_reduce_s,
     group_s,
     step_s,
 )
@@ -41,13 +40,11 @@ class DecodedGroups(NamedTuple):
     Attributes:
       chosen: the group that each worker chooses, `[W]`.
       groups: the different ones of these, by their first workers; they divide the workers if the choice is feasible.
-      group_s: seconds of each group, all-reduce included.
-      step_s: of the slowest group; infinite if the groups do not divide the workers.
+      step_s: of the slowest group, all-reduce included; infinite if the groups do not divide the workers.
     """
 
     chosen: tuple[Group, ...]
     groups: tuple[Group, ...]
-    group_s: np.ndarray
     step_s: float
 
 
@@ -149,14 +146,8 @@ class ExpertGroupSpace:
         chosen = tuple(self.candidates[own[s]] for own, s in zip(self.own_candidates, strategies, strict=True))
         groups = tuple(sorted(set(chosen)))
         if sorted(w for group in groups for w in group) != list(range(self.workers.num_workers)):
-            return DecodedGroups(chosen, groups, np.full(len(groups), np.inf), np.inf)
-        own_s = np.array([group_s(self.workers, self.step, group) for group in groups])
-        return DecodedGroups(
-            chosen,
-            groups,
-            own_s + all_reduce_s(self.workers, self.step, groups),
-            step_s(self.workers, self.step, groups),
-        )
+            return DecodedGroups(chosen, groups, np.inf)
+        return DecodedGroups(chosen, groups, step_s(self.workers, self.step, groups))
 
     def explain(self, choice: Sequence[int]) -> tuple[Part, ...]:
         """Returns the slowest group, the all-reduce, and what is forbidden where workers disagree.

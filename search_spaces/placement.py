@@ -20,8 +20,6 @@ from functools import partial
 from numbers import Integral
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from cost.base import Problem
@@ -146,15 +144,6 @@ class PlacementSpace:
             Part(f"{layers[v - 1]} to {layers[v]}", "transfer", v, float(s)) for v, s in enumerate(edge_s, 1) if s
         ]
         return (*layer_parts, *transfer_parts, Part(devices[busiest], "compute", None, float(load_s[busiest])))
-
-
-def transitions(assignment: jax.Array | np.ndarray) -> jax.Array:
-    """Computes M = Xᵀ S X `[D, D]`: how often a layer on device i (row) is followed by one on device j (column).
-
-    S shifts X up by one row, its last row becoming zero. Σ M ⊙ T is the transfer, differentiable in the weights.
-    """
-    shifted_up = jnp.concatenate([assignment[1:], jnp.zeros_like(assignment[:1])])
-    return jnp.asarray(assignment).T @ shifted_up
 
 
 def _free_problem(times: np.ndarray, transfer: np.ndarray) -> Problem:

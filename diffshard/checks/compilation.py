@@ -97,20 +97,16 @@ class CompiledStep:
         return None if self.memory is None else self.memory.peak
 
 
-def compile_steps(
-    jobs: Mapping[str, Job], *, timeout_s: float, num_processes: int | None = None
-) -> dict[str, CompiledStep | str]:
-    """Compiles jobs in processes of their own.
+def compile_steps(jobs: Mapping[str, Job], *, timeout_s: float) -> dict[str, CompiledStep | str]:
+    """Compiles jobs in processes of their own: as many at a time as there are processors, four at most.
 
     Args:
       timeout_s: seconds after which a process is ended.
-      num_processes: how many run at a time; None takes the number of processors, at most four.
 
     Returns:
       For each name the compiled step, or a sentence that says why there is none.
     """
-    if num_processes is None:
-        num_processes = max(1, min(4, os.cpu_count() or 1))
+    num_processes = max(1, min(4, os.cpu_count() or 1))
     results: dict[str, CompiledStep | str] = {}
     with contextlib.ExitStack() as folders:
         names_left, processes = list(jobs), {}

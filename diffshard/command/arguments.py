@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 
@@ -204,7 +204,7 @@ def writing(option: str, path: str) -> Iterator[None]:
 
 
 @contextmanager
-def show_progress(what: str, format_cost: Callable[[float], str], stream: TextIO | None = None) -> Iterator[Progress]:
+def show_progress(what: str, format_cost: Callable[[float], str]) -> Iterator[Progress]:
     """Gives a `progress` function that shows the best cost and the bound, on a terminal in one live line.
 
     The seconds shown are those since this call: a search of several problems reports the seconds of each. Where lines
@@ -212,9 +212,8 @@ def show_progress(what: str, format_cost: Callable[[float], str], stream: TextIO
 
     Args:
       what: what is being done, such as "searching step".
-      stream: where progress is shown; None is stderr.
     """
-    out, start = sys.stderr if stream is None else stream, time.perf_counter()
+    out, start = sys.stderr, time.perf_counter()
     if out.isatty():
         with Console(file=out).status(what) as status:
             yield LiveLine(what, status, format_cost).progress

@@ -224,7 +224,6 @@ class LayerChain:
     signatures: tuple[Hashable, ...]
     sources: tuple[str, ...]
     step: CutStep
-    labelled: LabelledStep
 
     def __len__(self) -> int:
         return len(self.cuts) + 1
@@ -264,7 +263,7 @@ def layer_chain(step: UncutStep, most_layers: int) -> LayerChain:
         next(filter(None, (user_source(e.equation) for e in layers.get(n, ()))), "") for n in range(len(cuts) + 1)
     )
     returned = _returned_bytes(labelled)
-    return LayerChain(tuple(cuts), state, sent, returned, _signatures(labelled), sources, cut, labelled)
+    return LayerChain(tuple(cuts), state, sent, returned, _signatures(labelled), sources, cut)
 
 
 def _least_bytes(candidates: Sequence[CutCandidate]) -> list[int]:

@@ -301,7 +301,6 @@ def least_sum_and_slowest(
     slowest_weight: float,
     *,
     max_stages: int,
-    use_all_devices: bool = True,
 ) -> Division | None:
     """Finds the division with the least Σ_i (t_i + c_i) + w·max_i t_i.
 
@@ -313,7 +312,6 @@ def least_sum_and_slowest(
       link_s: as there.
       slowest_weight: w, finite and not negative.
       max_stages: as there.
-      use_all_devices: as there.
 
     Returns:
       The best division and its value; None where every one is infinite.
@@ -332,16 +330,7 @@ def least_sum_and_slowest(
         return tables[number]
 
     def divide(objective: Objective) -> Division | None:
-        return best_division(
-            num_layers,
-            devices,
-            submeshes,
-            table,
-            link_s,
-            objective,
-            max_stages=max_stages,
-            use_all_devices=use_all_devices,
-        )
+        return best_division(num_layers, devices, submeshes, table, link_s, objective, max_stages=max_stages)
 
     fastest = divide(slowest_stage_objective())
     if fastest is None:

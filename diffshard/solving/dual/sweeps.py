@@ -101,16 +101,12 @@ class Sweep(NamedTuple):
       down: for each colour the groups of edges to earlier colours.
       nodes: for each colour the positions of its strategies, and where each node starts among them.
       num_messages: M, the sum of the target sizes of all directed edges.
-      num_strategies: N.
-      edge_at: `[J]` where each directed edge's messages start.
     """
 
     up: list[list[_Group | _EqualGroup]]
     down: list[list[_Group | _EqualGroup]]
     nodes: list[tuple[np.ndarray, np.ndarray]]
     num_messages: int
-    num_strategies: int
-    edge_at: np.ndarray
 
 
 def colours(csr: CSRProblem) -> np.ndarray:
@@ -154,7 +150,7 @@ def lay_out(csr: CSRProblem, dtype: type = np.float32) -> Sweep:
         members = np.flatnonzero(colour == c)
         starts = np.cumsum(csr.sizes[members]) - csr.sizes[members]
         nodes.append((ragged_positions(csr.start[members], csr.sizes[members]), starts))
-    return Sweep(up, down, nodes, total, int(csr.start[-1]), edge_at)
+    return Sweep(up, down, nodes, total)
 
 
 def _shared_matrices(csr: CSRProblem, colour: np.ndarray, rising: np.ndarray) -> np.ndarray:
