@@ -8,6 +8,7 @@ ints. NaN is in no range.
 """
 
 import math
+import reprlib
 import sys
 from numbers import Integral, Real
 from typing import Annotated, Any, NamedTuple, get_args
@@ -88,5 +89,5 @@ def checked_number(name: str, value: Any, kind: Any, unit: str = "") -> Any:
     base, allowed = get_args(kind)
     number = whole_number(value) if base is int else real_number(value)
     if number is None or not allowed.holds(number):
-        raise ValueError(f"`{name}` must be {allowed.words}{unit}, not {value!r}.")
+        raise ValueError(f"`{name}` must be {allowed.words}{unit}, not {reprlib.repr(value)}.")
     return number

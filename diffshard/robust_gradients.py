@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from cost.real_numbers import real_number, whole_number
+from cost.real_numbers import Count, checked_number, real_number, whole_number
 
 Params = Any
 Batch = Any
@@ -306,9 +306,7 @@ def _check_loss_fn(loss_fn: Any) -> None:
 
 
 def _check_counts(num_replicas: Any, num_dropped: Any) -> None:
-    number, dropped = whole_number(num_replicas), whole_number(num_dropped)
-    if number is None or number < 1:
-        raise ValueError(f"`num_replicas` must be a positive whole number, not {num_replicas!r}.")
+    number, dropped = checked_number("num_replicas", num_replicas, Count), whole_number(num_dropped)
     if dropped is None or not 0 <= dropped < number:
         raise ValueError(
             f"`num_dropped` must be a whole number from 0 to {number - 1}, so that one of {number} replicas is kept, "

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from cost.clusters import Cluster
-from cost.real_numbers import whole_number
+from cost.real_numbers import Count, checked_number
 from diffshard.base import PlanError
 from diffshard.elastic.checkpoint_files import (
     Checkpoint,
@@ -213,8 +213,7 @@ def _checked_arguments(mesh: Any, init: Any, counts: Mapping[str, Any]) -> Mesh:
             "give `lambda: init(key)`."
         )
     for name, value in counts.items():
-        if whole_number(value) is None or value < 1:
-            raise ValueError(f"`{name}` must be a whole number of at least 1, not {value!r}.")
+        checked_number(name, value, Count)
     return mesh
 
 

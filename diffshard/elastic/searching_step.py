@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from cost.base import Hardware
-from cost.real_numbers import whole_number
+from cost.real_numbers import Count, checked_number
 from diffshard.checks.hlo import memory_plan
 from diffshard.elastic.replanning import Event, Prices, Replanner
 from diffshard.plans.base import PlanData
@@ -292,7 +292,6 @@ def search_while_training(
         if getattr(step.options, name) is not None:
             raise ValueError(f"`step` was searched with `{name}`: only plans that save seconds are searched meanwhile.")
     for name, value in {"num_steps": num_steps, "window_steps": window_steps}.items():
-        if whole_number(value) is None or value < 1:
-            raise ValueError(f"`{name}` must be a whole number of at least 1, not {value!r}.")
+        checked_number(name, value, Count)
     replace(step.options, time_limit_s=time_limit_s)  # raises now what would be raised in the background
     return SearchingStep(step, num_steps, window_steps, time_limit_s, clock)

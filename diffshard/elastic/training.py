@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import reprlib
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -11,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from cost.real_numbers import whole_number
+from cost.real_numbers import Count, checked_number
 from diffshard.elastic.checkpoint_files import (
     Checkpoint,
     CheckpointError,
@@ -146,9 +145,7 @@ class Training(Generic[PlanT]):
         with errors_for_all(self._mesh, "save a checkpoint"):
             if self._is_closed:
                 raise ValueError("`save` cannot be called after `close`: the directory was given back.")
-            if whole_number(num_steps) is None or num_steps <= 0:
-                raise ValueError(f"`num_steps` must be a positive whole number, not {reprlib.repr(num_steps)}.")
-            num_steps = int(num_steps)
+            num_steps = checked_number("num_steps", num_steps, Count)
             if (num_steps == self._last_saved) if force else (num_steps % self._save_interval_steps):
                 return False
             what, facts = "save a checkpoint", {"`num_steps`": str(num_steps)}

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from cost.pipeline_schedules import BY_STAGES_LEFT, Schedule, checked_stages_per_device, goes_round, splits_backward
-from cost.real_numbers import whole_number
+from cost.real_numbers import Count, checked_number, whole_number
 from diffshard.pipelines.delayed_gradients import checked_predicted_steps
 from diffshard.pipelines.loss_limits import LossLimit, MeasuredDelay
 from diffshard.pipelines.microbatches import BatchArguments
@@ -66,10 +66,8 @@ class Pipeline:
         _ = self.batch
         if any((whole_number(n) or 0) < 1 for n in self.microbatch_counts) or not self.microbatch_counts:
             raise ValueError(f"`Pipeline.microbatches` must be whole numbers, 1 or more, not {self.microbatches!r}.")
-        if (whole_number(self.max_stages) or 0) < 1:
-            raise ValueError(f"`Pipeline.max_stages` must be a whole number, 1 or more, not {self.max_stages!r}.")
-        if (whole_number(self.max_replicas) or 0) < 1:
-            raise ValueError(f"`Pipeline.max_replicas` must be a whole number, 1 or more, not {self.max_replicas!r}.")
+        checked_number("Pipeline.max_stages", self.max_stages, Count)
+        checked_number("Pipeline.max_replicas", self.max_replicas, Count)
         if isinstance(self.schedules, str):
             raise TypeError(f"`Pipeline.schedules` must be a tuple of names, such as ({self.schedules!r},), not text.")
         if not self.schedules or any(name not in get_args(Schedule) for name in self.schedules):

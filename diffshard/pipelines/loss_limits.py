@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from cost.real_numbers import is_positive
+from cost.real_numbers import Limit, checked_number
 from diffshard.pipelines.delayed_gradients import DelayedArray, TracedStep, current_version, delayed, traced_step
 from diffshard.sharding_search.call import Structure, array_paths, split
 from diffshard.sharding_search.format_losses import LATE_SHARE, increase_between, loss_result
@@ -46,8 +46,7 @@ class LossLimit:
     loss: str | None = None
 
     def __post_init__(self):
-        if not is_positive(self.max_loss_increase):
-            raise ValueError(f"`LossLimit.max_loss_increase` must be positive, not {self.max_loss_increase!r}.")
+        checked_number("LossLimit.max_loss_increase", self.max_loss_increase, Limit)
         if not self.validation_runs or not all(self.validation_runs):
             raise ValueError("`LossLimit.validation_runs` must be trainings of one call or more each.")
         calls = [call for run in self.validation_runs for call in run]

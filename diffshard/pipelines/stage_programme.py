@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cost.host_groups import Submesh
-from cost.real_numbers import Count, checked_number, real_number
+from cost.real_numbers import Amount, Count, checked_number
 
 
 class Stage(NamedTuple):
@@ -319,9 +319,7 @@ def least_sum_and_slowest(
     Raises:
       ValueError: as `best_division`, and if the weight is negative or not finite.
     """
-    weight = real_number(slowest_weight)
-    if weight is None or not 0 <= weight < np.inf:
-        raise ValueError(f"`slowest_weight` must be a finite number, 0 or more, not {slowest_weight!r}.")
+    checked_number("slowest_weight", slowest_weight, Amount)
     tables: dict[int, np.ndarray] = {}  # every run of the programme reads the same times
 
     def table(number: int) -> np.ndarray:

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.base import Hardware
 from cost.presets import hardware_of, preset_of_mesh
-from cost.real_numbers import is_positive, real_number, whole_number
+from cost.real_numbers import Limit, checked_number, whole_number
 from diffshard.base import Deadline, Solver
 from diffshard.live_progress import ProgressDisplay
 from diffshard.plans.base import HOST_MEMORY, Executor, LogicalAxisRules, PlanData
@@ -81,9 +81,7 @@ class Options:
         for name, size in self.mesh.shape.items():
             if size > 1:
                 self.hardware.link(str(name))
-        limit = self.memory_limit_bytes
-        if not is_positive(limit):
-            raise ValueError(f"`memory_limit_bytes` must be a positive number or None, not {limit!r}.")
+        limit = checked_number("memory_limit_bytes", self.memory_limit_bytes, Limit, " or None")
         check_solver_options(self.solver, self.time_limit_s, self.key)
         if self.executor is not None and self.executor not in get_args(Executor):
             raise ValueError(f"`executor` must be one of {get_args(Executor)}, not {self.executor!r}.")
@@ -118,7 +116,7 @@ class Options:
             raise ValueError(
                 f"`donate_argnums` {self.donate_argnums} and `static_argnums` {self.static_argnums} share a position."
             )
-        object.__setattr__(self, "memory_limit_bytes", real_number(limit))
+        object.__setattr__(self, "memory_limit_bytes", limit)
 
     def deadline(self) -> Deadline:
         """Returns the deadline of a search that begins now."""

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.base import Hardware
-from cost.real_numbers import Amount, Index, is_positive, whole_number
+from cost.real_numbers import Amount, Count, Index, Limit, checked_number
 from diffshard.base import InfeasibleError, PlanError, Solution
 from diffshard.plans.formats import format_bytes
 from diffshard.plans.plan_record import History
@@ -254,9 +254,7 @@ def _checked_mesh(mesh_or_devices: Any) -> Mesh | AbstractMesh:
 def _devices(
     mesh: Mesh | AbstractMesh, hardware: Any, memory_limit_bytes: Any, host_limit_bytes: Any, batch_size: int
 ) -> TableDevices:
-    number = whole_number(batch_size)
-    if number is None or number < 1:
-        raise ValueError(f"`batch_size` must be a positive whole number, not {batch_size!r}.")
+    number = checked_number("batch_size", batch_size, Count)
     if hardware is None or isinstance(hardware, str | Hardware):
         all_hardware = (hardware_for(hardware, mesh),) * mesh.size
     else:
@@ -288,10 +286,7 @@ def _limits(argument: str, given: Any, num_devices: int) -> list[float]:
     limits = list(given) if np.ndim(given) else [given] * num_devices
     if len(limits) != num_devices:
         raise ValueError(f"`{argument}` has {len(limits)} numbers for {num_devices} devices.")
-    for limit in limits:
-        if not is_positive(limit):
-            raise ValueError(f"`{argument}` must be positive, not {limit!r}.")
-    return list(map(float, limits))
+    return [checked_number(argument, limit, Limit) for limit in limits]
 
 
 def devices_of_mesh(

@@ -201,8 +201,8 @@ def test_a_planned_step_computes_the_same_and_only_the_mean_travels_between_repl
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_replicas": 0}, "`num_replicas` must be a positive whole number, not 0"),
-        ({"num_replicas": 2.0}, "`num_replicas` must be a positive whole number, not 2.0"),
+        ({"num_replicas": 0}, "`num_replicas` must be a whole number, 1 or more, not 0"),
+        ({"num_replicas": 2.0}, "`num_replicas` must be a whole number, 1 or more, not 2.0"),
         ({"num_dropped": 4}, "`num_dropped` must be a whole number from 0 to 3.*not 4"),
         ({"num_dropped": -1}, "`num_dropped` must be a whole number from 0 to 3"),
         ({"step_size": 0}, "`step_size` must be a positive, finite number"),

@@ -295,7 +295,7 @@ def test_arguments_are_checked_before_anything_is_done(tmp_path):
     with pytest.raises(TypeError, match="`directory` must be the path of a folder, not 3"):
         diffshard.resume(3, train_step, mesh, init, batch_of(0))  # pyright: ignore
     for name in ("save_interval_steps", "max_to_keep"):
-        with pytest.raises(ValueError, match=f"`{name}` must be a whole number of at least 1, not 0"):
+        with pytest.raises(ValueError, match=f"`{name}` must be a whole number, 1 or more, not 0"):
             diffshard.resume(directory, train_step, mesh, init, batch_of(0), **{name: 0})
     assert not directory.exists()
     (tmp_path / "file").write_text("")
@@ -325,9 +325,9 @@ def test_a_save_checks_its_arguments(tmp_path):
         training.save(2, state)
         with pytest.raises(ValueError, match="`num_steps` is 2, but there is a checkpoint of step 2 already"):
             training.save(2, state)
-        with pytest.raises(ValueError, match=r"`num_steps` must be a positive whole number, not .{,200}$"):
+        with pytest.raises(ValueError, match=r"`num_steps` must be a whole number, 1 or more, not .{,200}$"):
             training.save([float(number) for number in range(1000)], state)  # pyright: ignore[reportArgumentType]
-        with pytest.raises(ValueError, match="`num_steps` must be a positive whole number, not 0"):
+        with pytest.raises(ValueError, match="`num_steps` must be a whole number, 1 or more, not 0"):
             training.save(0, state)
         with pytest.raises(ValueError, match="`data` must be JSON values"):
             training.save(3, state, {"x": np.zeros(3)})

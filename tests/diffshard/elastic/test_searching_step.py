@@ -171,7 +171,7 @@ def test_a_compiled_step_is_not_compiled_again_when_it_is_called(caplog):
     [
         (lambda: jax.jit(MODEL.step), {}, TypeError, "`step` must be what `diffshard.search` returns"),
         (lambda: searched(objective=lambda step: step.seconds), {}, ValueError, "`objective`"),
-        (searched, {"num_steps": 0}, ValueError, "`num_steps` must be a whole number of at least 1, not 0"),
+        (searched, {"num_steps": 0}, ValueError, "`num_steps` must be a whole number, 1 or more, not 0"),
         (searched, {"window_steps": 2.5}, ValueError, "`window_steps`"),
         (searched, {"time_limit_s": -1}, ValueError, "`time_limit_s`"),
     ],

@@ -97,7 +97,7 @@ def test_what_cannot_be_measured_or_chosen_is_refused():
     with refused(match="`LossLimit.loss` must name the loss among the results"):
         limit = diffshard.pipelines.LossLimit(1.0, runs_of(optimizer))
         pipelined(optimizer, limit, schedules=("2bw",)).plan(*limit.validation_runs[0][0])
-    with refused(match=r"`LossLimit.max_loss_increase` must be positive, not -1"):
+    with refused(match=r"`LossLimit.max_loss_increase` must be a positive number, not -1"):
         diffshard.pipelines.LossLimit(-1, runs_of(optimizer))
     with refused(match=r"`LossLimit.validation_runs` must be trainings of one call or more each"):
         diffshard.pipelines.LossLimit(1, [[]])

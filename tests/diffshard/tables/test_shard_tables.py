@@ -154,7 +154,7 @@ def test_accesses_given_by_name_count_as_those_of_the_table():
         ({"hardware": ["a100"] * 4}, "`hardware` must be"),
         ({"hardware": [diffshard.preset("a100", {"model": 4})] * 3}, "3 entries for 4 devices"),
         ({"memory_limit_bytes": [1e9]}, "1 numbers for 4 devices"),
-        ({"memory_limit_bytes": -1}, "must be positive"),
+        ({"memory_limit_bytes": -1}, "must be a positive number"),
         ({"batch_size": 0}, "`batch_size` must be"),
         ({"access": {"u": (1.0,)}}, "`access` has 'u'"),
         ({"access": {"t": (-1.0,)}}, "none negative"),
