@@ -88,13 +88,7 @@ class Cluster:
           TypeError: `devices` are none.
           ValueError: there are no devices, one is there twice, a device's kind has no preset, or as `Cluster`.
         """
-        if not isinstance(devices, Sequence | np.ndarray) or isinstance(devices, str):
-            raise TypeError(f"`devices` must be JAX devices, such as `jax.devices()`, not {devices!r}.")
-        devices = list(np.asarray(devices, object).flat)
-        if not devices:
-            raise ValueError("`devices` is empty; give JAX devices, such as `jax.devices()`.")
-        if len({id(device) for device in devices}) < len(devices):
-            raise ValueError("`devices` has a device twice.")
+        devices = checked_devices(devices)
         by_host: dict[Any, list[Any]] = {}
         for device in devices:
             of_device = preset_name_of(device.device_kind) if hardware is None else hardware
@@ -268,3 +262,20 @@ class Cluster:
         own = (_FREE, _FREE) if network is None else network.transfers()
         host = SwitchedHost(hosts.devices, math.inf, math.inf, launch_s=0.0, hop_s=0.0, network_hop_s=0.0)
         return host.with_devices_linked_by(inside or own[0]).with_hosts_linked_by(self.between or own[1])
+
+
+def checked_devices(devices: Any) -> list[Any]:
+    """Returns JAX devices as a list.
+
+    Raises:
+      TypeError: they are no sequence.
+      ValueError: there are none, or one is there twice.
+    """
+    if not isinstance(devices, Sequence | np.ndarray) or isinstance(devices, str):
+        raise TypeError(f"`devices` must be JAX devices, such as `jax.devices()`, not {devices!r}.")
+    found = list(np.asarray(devices, object).flat)
+    if not found:
+        raise ValueError("`devices` is empty; give JAX devices, such as `jax.devices()`.")
+    if len({id(device) for device in found}) < len(found):
+        raise ValueError("`devices` has a device twice.")
+    return found

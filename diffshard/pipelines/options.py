@@ -3,7 +3,6 @@
 `SearchProgress` has the deadline of a search and what it shows in a terminal.
 """
 
-import inspect
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,14 @@ from diffshard.plans.base import Executor, LogicalAxisRules
 from diffshard.plans.formats import format_count, format_s
 from diffshard.sharding_search.call import are_arrays, split
 from diffshard.sharding_search.logical_axes import checked_rules, logical_axes_of, spec_by_rules
-from diffshard.sharding_search.options import Remat, positional_names, signature_of
+from diffshard.sharding_search.options import (
+    Remat,
+    check_is_argument,
+    check_remat,
+    checked_positions,
+    positional_names,
+    signature_of,
+)
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.solving.solve import DEFAULT_SOLVER, check_solver_options
@@ -192,27 +198,20 @@ def checked_arguments(
     fn: Callable[..., Any], kind: str, numbers: Sequence[Any], names: Sequence[Any]
 ) -> NamedArguments:
     """Returns arguments that are given by position and by name, of a kind such as "donate"."""
-    checked = [whole_number(number) for number in numbers]
-    if any(number is None or number < 0 for number in checked):
-        raise ValueError(f"`{kind}_argnums` must be positions of arguments, 0 or more, not {tuple(numbers)!r}.")
-    found = [number for number in checked if number is not None]
+    found = checked_positions(f"{kind}_argnums", numbers)
     signature = signature_of(fn)
     if signature is None:
-        return NamedArguments(tuple(found), tuple(names))
-    parameters, named = signature.parameters, positional_names(signature)
-    kinds = {p.kind for p in parameters.values()}
+        return NamedArguments(found, tuple(names))
+    named = positional_names(signature)
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
     function = getattr(fn, "__name__", "the function")
     for number in found:
-        if number >= len(named) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        if number >= len(named) and not takes_any:
             raise ValueError(
-                f"`{kind}_argnums` {tuple(found)} names a position that the {len(named)} arguments of {function} "
-                "do not have."
+                f"`{kind}_argnums` {found} names a position that the {len(named)} arguments of {function} do not have."
             )
     for name in names:
-        if not isinstance(name, str) or (name not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds):
-            raise ValueError(
-                f"`{kind}_argnames` has {name!r}, which is no argument of {function}; it has {', '.join(parameters)}."
-            )
+        check_is_argument(f"{kind}_argnames", name, signature, function)
     all_names = [*names, *(named[number] for number in found if number < len(named))]
     all_numbers = [*found, *(named.index(name) for name in names if name in named)]
     return NamedArguments(tuple(dict.fromkeys(all_numbers)), tuple(dict.fromkeys(all_names)))
@@ -242,10 +241,9 @@ def checked_cluster(devices: Any, hardware: Any) -> Cluster:
 
 def with_remat(pipeline: Pipeline, remat: Remat | None) -> Pipeline:
     """Returns a pipeline that may do with residuals what `remat` says, besides what it may do itself."""
+    check_remat(remat)
     if remat is None:
         return pipeline
-    if remat not in get_args(Remat):
-        raise ValueError(f'`remat` must be "search", "offload" or None, not {remat!r}.')
     more: tuple[ResidualUse, ...] = ("recompute",) if remat == "search" else ("recompute", "offload")
     return replace(pipeline, residuals=tuple(dict.fromkeys((*pipeline.residuals, *more))))
 

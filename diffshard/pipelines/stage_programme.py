@@ -306,12 +306,7 @@ def least_sum_and_slowest(
 
     Args:
       num_layers: as in `best_division`, and so are all arguments without an entry here.
-      devices: as there.
-      submeshes: as there.
-      stage_s: as there.
-      link_s: as there.
       slowest_weight: w, finite and not negative.
-      max_stages: as there.
 
     Returns:
       The best division and its value; None where every one is infinite.

@@ -9,7 +9,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from cost.base import Hardware
-from cost.clusters import Cluster
+from cost.clusters import Cluster, checked_devices
 from cost.host_groups import LEVELS, MOST_AXES, distinct_shapes
 from cost.networks import host_of
 from cost.presets import PRESET_NAMES, device_and_network, hardware_of, preset, preset_of_mesh
@@ -130,16 +130,12 @@ def _of_cluster(cluster: Cluster, hardware: Hardware | str | None) -> tuple[Mesh
 
 
 def _of_jax_devices(devices: list[Any], name: str | None) -> tuple[MeshCandidate, ...]:
-    if not devices:
-        raise ValueError("`devices` is empty; give JAX devices, such as `jax.devices()`.")
-    for device in devices:
+    for device in checked_devices(devices):
         if not hasattr(device, "device_kind"):
             raise TypeError(f"`devices` must be JAX devices, such as `jax.devices()`, not {device!r}.")
     kinds = sorted({device.device_kind for device in devices})
     if len(kinds) > 1:
         raise ValueError(f"`devices` must be of one kind for one mesh, not of {', '.join(kinds)}.")
-    if len(set(devices)) < len(devices):
-        raise ValueError("`devices` has a device twice.")
     by_host = sorted(devices, key=host_of)  # neighbours are neighbours in the host, otherwise in the order given
 
     def price(axes: dict[str, int]) -> Hardware:

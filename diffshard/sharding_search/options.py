@@ -86,7 +86,9 @@ class Options:
         if self.executor is not None and self.executor not in get_args(Executor):
             raise ValueError(f"`executor` must be one of {get_args(Executor)}, not {self.executor!r}.")
         _check_can_run(self.mesh, self.checks_numbers)
-        _check_remat(self.remat, self.hardware, self.mesh)
+        check_remat(self.remat)
+        if self.remat == "offload":
+            _check_offload("remat", self.hardware, self.mesh, 'Give `remat="search"`, which only computes again.')
         _check_state(self.state, self.hardware, self.mesh)
         _check_objective(self.objective)
         check_formats(self.formats, self.hardware)
@@ -102,7 +104,7 @@ class Options:
             check_prefix(self.in_shardings, self.mesh)
         for kind in ("donate", "static"):
             numbers, names = getattr(self, f"{kind}_argnums"), getattr(self, f"{kind}_argnames")
-            numbers = _checked_positions(f"{kind}_argnums", numbers)
+            numbers = checked_positions(f"{kind}_argnums", numbers)
             by_number = [self._number_of(name, f"{kind}_argnames") for name in names]
             numbers = (*numbers, *(n for n in by_number if n is not None and n not in numbers))
             names = tuple(name for name, n in zip(names, by_number, strict=True) if n is None)
@@ -175,13 +177,7 @@ class Options:
         """Returns the position of an argument with a name; None if it is taken by keyword only."""
         if name in self.positional_names:
             return self.positional_names.index(name)
-        parameters = {} if self.signature is None else self.signature.parameters
-        takes_any = self.signature is None or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        if not isinstance(name, str) or (name not in parameters and not takes_any):
-            raise ValueError(
-                f"`{argument}` has {name!r}, which is no argument of {self.function_name}; it has "
-                f"{', '.join(parameters)}."
-            )
+        check_is_argument(argument, name, self.signature, self.function_name)
         return None
 
 
@@ -292,16 +288,6 @@ def _check_can_run(mesh: Mesh | AbstractMesh, checks_numbers: bool) -> None:
         )
 
 
-def _check_remat(remat: Any, hardware: Hardware, mesh: Mesh | AbstractMesh) -> None:
-    if remat is not None and remat not in get_args(Remat):
-        raise ValueError(
-            f'`remat` must be "search", "offload" or None, not {remat!r}. What is in `jax.checkpoint` stays so.'
-        )
-
-    if remat == "offload":
-        _check_offload("remat", hardware, mesh, 'Give `remat="search"`, which only computes again.')
-
-
 def _check_state(state: Any, hardware: Hardware, mesh: Mesh | AbstractMesh) -> None:
     if state is not None and state not in get_args(State):
         raise ValueError(f'`state` must be "offload" or None, not {state!r}.')
@@ -337,6 +323,24 @@ def _check_start(start: Any) -> None:
         )
 
 
+def check_is_argument(option: str, name: Any, signature: inspect.Signature | None, function: str) -> None:
+    """Raises `ValueError` unless a function may have an argument of a name that an option gives."""
+    parameters = {} if signature is None else signature.parameters
+    takes_any = signature is None or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if not isinstance(name, str) or (name not in parameters and not takes_any):
+        raise ValueError(
+            f"`{option}` has {name!r}, which is no argument of {function}; it has {', '.join(parameters)}."
+        )
+
+
+def check_remat(remat: Any) -> None:
+    """Raises `ValueError` unless `remat` is one of its values."""
+    if remat is not None and remat not in get_args(Remat):
+        raise ValueError(
+            f'`remat` must be "search", "offload" or None, not {remat!r}. What is in `jax.checkpoint` stays so.'
+        )
+
+
 def _is_of_axes(candidate: MeshCandidate, axes: Any) -> bool:
     return isinstance(axes, Mapping) and tuple(axes.items()) == tuple(candidate.axes.items())
 
@@ -349,7 +353,7 @@ def _check_mesh(mesh: Any) -> None:
             raise ValueError(f"`mesh` must have a device or more along each axis; {axis!r} has {size}.")
 
 
-def _checked_positions(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
+def checked_positions(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
     """Returns positions of arguments as integers."""
     checked = [whole_number(number) for number in numbers]
     if any(number is None or number < 0 for number in checked):
