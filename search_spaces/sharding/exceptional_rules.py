@@ -7,8 +7,7 @@ from jax.extend.core import JaxprEqn
 
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.factors import Factors, Mark, rule_from_factors
-from search_spaces.sharding.opaque.operations import OPAQUE
-from search_spaces.sharding.right_sides import RIGHT_SIDES
+from search_spaces.sharding.opaque.operations import OPAQUE, RIGHT_SIDES
 
 # fmt: off
 _HIGHER_ORDER = frozenset(

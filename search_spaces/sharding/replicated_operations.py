@@ -14,8 +14,7 @@ from search_spaces.sharding.base import ShardingStrategy
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.local_operations import PARAMETERS, PLACED_OPERATIONS, REDUCTIONS
 from search_spaces.sharding.local_ragged_products import ragged_contraction
-from search_spaces.sharding.opaque.operations import can_split, opaque_of
-from search_spaces.sharding.right_sides import RIGHT_SIDES
+from search_spaces.sharding.opaque.operations import RIGHT_SIDES, can_split, opaque_of
 from search_spaces.sharding.spec import axes_in, parts_of
 
 # fmt: off

@@ -3,7 +3,7 @@
 JAX's `custom_partitioning` is split by the sharding rule that it was given, and run by its own `partition`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,10 +24,20 @@ from search_spaces.sharding.opaque.notation import NamedDimensions, NamedRule, S
 from search_spaces.sharding.opaque.pallas import name_of_call, rule_of_call, run_call, work_of_call
 from search_spaces.sharding.opaque.work import Parts, arrays_bytes, dtype_of_work
 from search_spaces.sharding.own_collectives import OwnCollective
-from search_spaces.sharding.right_sides import RIGHT_SIDES
 from search_spaces.sharding.spec import parts_of
 
 _BATCHING = "…"  # how JAX writes `...` in a rule, with the number of its group
+
+RIGHT_SIDES: Mapping[str, Callable[[Mapping[str, Any]], tuple[int, int]]] = {
+    "triangular_solve": lambda params: (1, -1 if params["left_side"] else -2),
+    "tridiagonal_solve": lambda params: (3, -1),
+    "ormqr": lambda params: (2, -1 if params["left"] else -2),
+}
+"""For each primitive that solves linear equations, which operand has right-hand sides, along which dimension.
+
+Each is computed by itself, and the only result has them likewise. The matrix is whole on every device, and the
+right-hand sides may be divided: XLA's partitioner gathers them, so that every executor runs each device's own part.
+"""
 
 
 class _Type(NamedTuple):
