@@ -72,6 +72,11 @@ def is_forbidden(cost: np.ndarray) -> np.ndarray:
     return np.asarray(cost) >= FORBIDDEN
 
 
+def with_infinities(cost: np.ndarray) -> np.ndarray:
+    """Returns costs as floats, infinite where they must not be chosen."""
+    return np.where(is_forbidden(cost), np.inf, np.asarray(cost, float))
+
+
 def num_strategies(problem: Problem) -> np.ndarray:
     """Returns how many strategies each node has, `[V]`."""
     return np.fromiter((len(cost) for cost in problem.node_cost), np.int64, len(problem.node_cost))

@@ -115,6 +115,11 @@ def while_operands(equation: core.JaxprEqn, operands: Sequence[Any]) -> WhileOpe
     return WhileOperands(operands[:first_of_body], operands[first_of_body:first_carry], operands[first_carry:])
 
 
+def abstract_argument(aval: Any) -> jax.ShapeDtypeStruct:
+    """Returns an array of an abstract value's shape and type, to trace a function with; without its sharding."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
 def traced_again(program: core.ClosedJaxpr, run: Callable[..., Any]) -> core.ClosedJaxpr:
     """Traces a function of as many arrays as a program has, of the same types."""
     types = (jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in program.in_avals)

@@ -3,6 +3,7 @@
 import argparse
 import math
 import re
+from functools import partial
 from typing import Any, get_args
 
 from cost.base import Link
@@ -38,7 +39,7 @@ def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-stages", type=whole_number_of, metavar="N", help="default: 8")
     group.add_argument(
         "--schedules",
-        type=schedules,
+        type=partial(names_of, Schedule),
         metavar="NAME[,NAME...]",
         help="some of 1f1b, eager, gpipe; default: all of these. Alone: 2bw, gradients of the step before. "
         "Also: interleaved, zb-h1, zb-v",
@@ -51,7 +52,7 @@ def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--gradient-reductions",
-        type=gradient_reductions,
+        type=partial(names_of, GradientReduction),
         metavar="HOW[,HOW]",
         help="how often gradients are reduced: each_microbatch, once; default: each_microbatch",
     )
@@ -119,22 +120,13 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     return tuple(whole_number_of(part) for part in text.split(","))
 
 
-def schedules(text: str) -> tuple[Schedule, ...]:
-    """Reads names of schedules, such as `1f1b,eager`."""
-    names: dict[str, Schedule] = {name: name for name in get_args(Schedule)}
-    unknown = [part for part in text.split(",") if part not in names]
+def names_of(kind: Any, text: str) -> tuple[str, ...]:
+    """Reads names of a kind, such as `1f1b,eager` of `Schedule`."""
+    names = tuple(text.split(","))
+    unknown = [name for name in names if name not in get_args(kind)]
     if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no schedule; there are {', '.join(names)}")
-    return tuple(names[part] for part in text.split(","))
-
-
-def gradient_reductions(text: str) -> tuple[GradientReduction, ...]:
-    """Reads how often gradients may be reduced, such as `each_microbatch,once`."""
-    ways: dict[str, GradientReduction] = {way: way for way in get_args(GradientReduction)}
-    unknown = [part for part in text.split(",") if part not in ways]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(ways)}")
-    return tuple(ways[part] for part in text.split(","))
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(get_args(kind))}")
+    return names
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster | None:

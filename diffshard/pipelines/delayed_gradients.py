@@ -27,6 +27,7 @@ from diffshard.pipelines.microbatches import without_dead_code
 from diffshard.sharding_search.call import Structure, abstract_array, abstract_split, array_paths, split
 from diffshard.staged_array import StagedArray
 from search_spaces.pipelines.grouped_program import numbered_program, without_numbers
+from search_spaces.pipelines.step_parts import is_float
 from search_spaces.replay import bind, context_of
 from search_spaces.sharding.tracing import feedback_of
 
@@ -215,7 +216,7 @@ def traced_step(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         if is_needed[-1]:
             needed.update(v for v in equation.invars if isinstance(v, core.Var))
     replaced = {argument for argument in feedback if argument is not None}
-    found = frozenset(i for i in replaced if jaxpr.invars[i] in needed and _is_float(jaxpr.invars[i]))
+    found = frozenset(i for i in replaced if jaxpr.invars[i] in needed and is_float(jaxpr.invars[i]))
     call = TracedStep(program, result, feedback, found, is_differentiated, is_needed[::-1])
     named = [*((f"argument {i}", x) for i, x in enumerate(args)), *((name, kwargs[name]) for name in sorted(kwargs))]
     _check(call, getattr(fn, "__name__", "fn"), [path for name, x in named for path in array_paths(name, x)])
@@ -271,10 +272,6 @@ def _is_differentiated(equation: core.JaxprEqn) -> bool:
     if "jvp(" in scopes or "transpose(" in scopes:
         return True
     return any(_is_differentiated(e) for jaxpr in core.jaxprs_in_params(equation.params) for e in jaxpr.eqns)
-
-
-def _is_float(variable: core.Var) -> bool:
-    return jnp.issubdtype(variable.aval.dtype, jnp.inexact)  # type: ignore[attr-defined]
 
 
 def _is_delayed(leaf: Any) -> bool:

@@ -21,6 +21,7 @@ from search_spaces.pipelines.batch_states import Split, State
 from search_spaces.pipelines.grouped_program import GroupedProgram, with_own_dims
 from search_spaces.pipelines.stage_labels import Accumulation, Key, Label
 from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
+from search_spaces.pipelines.step_parts import abstract
 
 _REDUCE = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}
 
@@ -109,7 +110,7 @@ class _Grouping:
             return self.grouped[program.label]
         dims = [self._dim(key) for key in program.reads]
         run = GroupedProgram(program, dims, self.num_groups, self.num_microbatches)
-        shapes = [_shape(self.avals[key]) for key in program.reads]
+        shapes = [abstract(self.avals[key]) for key in program.reads]
         traced = jax.make_jaxpr(run)(*shapes)
         traced, found = with_own_dims(traced, self.num_groups, [key in self.added for key in program.makes])
         self.dims.update(zip(program.makes, found, strict=True))
@@ -143,7 +144,7 @@ class _Grouping:
             put = [_together(env[key], dim, state) for key, (dim, state) in pieces.items()]
             return [*(env[key] for key in makes), *put]
 
-        traced = jax.make_jaxpr(run)(*(_shape(self.avals[key]) for key in program.reads))
+        traced = jax.make_jaxpr(run)(*(abstract(self.avals[key]) for key in program.reads))
         keys = [("piece", key) for key in pieces]
         self.avals.update(zip(keys, traced.out_avals[len(makes) :], strict=True))
         self.avals.update({a.total: self.avals[a.part] for a in accumulations if a.part in keys})
@@ -159,7 +160,7 @@ class _Grouping:
                 for a, array in zip(sums, arrays, strict=True)
             ]
 
-        traced = jax.make_jaxpr(run)(*(_shape(self.avals[key]) for key in totals))
+        traced = jax.make_jaxpr(run)(*(abstract(self.avals[key]) for key in totals))
         makes = tuple(reduced(key) for key in totals)
         self.avals.update(zip(makes, traced.out_avals, strict=True))
         return StageProgram(Label("finish", stage, 0), traced, tuple(totals), makes)
@@ -172,7 +173,3 @@ def _together(array: Any, dim: int, state: State) -> Any:
         return stack[0]
     pieces = jnp.moveaxis(stack, 0, state.dim)
     return pieces.reshape(*pieces.shape[: state.dim], -1, *pieces.shape[state.dim + 2 :])
-
-
-def _shape(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)

@@ -20,7 +20,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from search_spaces.pipelines.stage_labels import NUMBER
 from search_spaces.pipelines.stage_programs import StageProgram
-from search_spaces.replay import CALLS, bind, context_of, user_source
+from search_spaces.replay import CALLS, abstract_argument, bind, context_of, user_source
 from search_spaces.sharding.tracing import INLINED_BODIES
 
 _OF_EQUAL_SHAPES = ("threefry2x32",)
@@ -46,7 +46,7 @@ def with_equal_shapes(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
             env.update(zip(equation.outvars, results, strict=True))
         return [env[v] if isinstance(v, core.Var) else v.val for v in jaxpr.outvars]
 
-    return jax.make_jaxpr(run)(*map(shape_of, program.in_avals))
+    return jax.make_jaxpr(run)(*map(abstract_argument, program.in_avals))
 
 
 def _changed(parameter: Any) -> Any:
@@ -261,7 +261,9 @@ def numbered_program(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
             env.update(zip(equation.outvars, results, strict=True))
         return [env[v] if isinstance(v, core.Var) else v.val for v in jaxpr.outvars]
 
-    return jax.make_jaxpr(lambda *arrays: run(program.jaxpr, program.consts, arrays))(*map(shape_of, program.in_avals))
+    return jax.make_jaxpr(lambda *arrays: run(program.jaxpr, program.consts, arrays))(
+        *map(abstract_argument, program.in_avals)
+    )
 
 
 def in_segment(number: int) -> Any:
@@ -288,8 +290,3 @@ def without_numbers(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
     jaxpr = program.jaxpr.replace(eqns=[unmarked(equation) for equation in program.jaxpr.eqns])
     return core.ClosedJaxpr(jaxpr, program.consts)
-
-
-def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
-    """Returns the shape, dtype and weak type of a variable."""
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))

@@ -15,8 +15,7 @@ from jax import lax
 from jax.extend import core
 
 from search_spaces.pipelines.forward_backward import is_transposed
-from search_spaces.pipelines.grouped_program import shape_of
-from search_spaces.replay import REMAT, bind, scan_operands
+from search_spaces.replay import REMAT, abstract_argument, bind, scan_operands
 from search_spaces.sharding.base import Rule
 
 COMBINATIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -235,7 +234,10 @@ def _operation_on(
     dims = [array.index(dimension) if dimension in array else None for array in arrays]
     operation = PartedOperation(tuple(dims[: len(rule.operands)]), tuple(dims[len(rule.operands) :]))
     variables = (*equation.invars, *equation.outvars)
-    if any(dim is not None and shape_of(v.aval).shape[dim] != length for v, dim in zip(variables, dims, strict=True)):
+    if any(
+        dim is not None and abstract_argument(v.aval).shape[dim] != length
+        for v, dim in zip(variables, dims, strict=True)
+    ):
         return None
     is_broadcast = equation.primitive.name == "broadcast_in_dim"
     if all(dim is None for dim in operation.operands) and not is_broadcast:
@@ -248,7 +250,7 @@ def _runs_on_part(equation: core.JaxprEqn, operation: PartedOperation) -> bool:
     """Returns whether an operation can be bound for a part of the layers, with results of the right shapes."""
 
     def part(variable: Any, dim: int | None) -> Any:
-        shape = shape_of(variable.aval)
+        shape = abstract_argument(variable.aval)
         return jax.ShapeDtypeStruct(_resized(shape.shape, dim, 1), shape.dtype, weak_type=shape.weak_type)
 
     operands = [part(v, dim) for v, dim in zip(equation.invars, operation.operands, strict=True)]

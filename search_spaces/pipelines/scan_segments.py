@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from search_spaces.pipelines.grouped_program import in_segment, mark_of, shape_of
+from search_spaces.pipelines.grouped_program import in_segment, mark_of
 from search_spaces.pipelines.layer_flow import COMBINATIONS, LayerFlow, layer_flow, part_parameters
-from search_spaces.replay import bind, context_of, scan_operands
+from search_spaces.replay import abstract_argument, bind, context_of, scan_operands
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.shardy import operation_rules
 
@@ -75,7 +75,9 @@ class Segments:
         """Returns the shapes of the arguments of the divided step from the arguments of the whole one."""
         divided: list[jax.ShapeDtypeStruct] = []
         for array, segments in zip(arrays, self.arguments, strict=True):
-            divided += [shape_of(array)] if segments is None else segments.split_shape(shape_of(array))
+            divided += (
+                [abstract_argument(array)] if segments is None else segments.split_shape(abstract_argument(array))
+            )
         return divided
 
     def grouped_results(self, arrays: Sequence[Any]) -> Iterator[tuple[ArraySegments | None, list[Any]]]:
@@ -215,7 +217,7 @@ class _Divided:
         """Traces it."""
         shapes = []
         for aval, segments in zip(self.whole.in_avals, self.arguments, strict=True):
-            shape = shape_of(aval)
+            shape = abstract_argument(aval)
             shapes += [shape] if segments is None else segments.split_shape(shape)
         return jax.make_jaxpr(self._run)(*shapes)
 

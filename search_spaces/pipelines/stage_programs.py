@@ -22,7 +22,7 @@ from search_spaces.pipelines.stage_labels import (
     LabelledStep,
     StageEquation,
 )
-from search_spaces.pipelines.step_parts import StepParts
+from search_spaces.pipelines.step_parts import StepParts, abstract
 from search_spaces.replay import bind, context_of
 
 _MOVEMENT = ("transpose", "reshape", "broadcast_in_dim", "squeeze", "slice", "iota", "copy")
@@ -223,7 +223,7 @@ class _Assembly:
                 env.update(zip(entry.makes, made, strict=True))
             return [env[key] if key in env else self.step.constants[key] for key in makes]
 
-        return jax.make_jaxpr(run)(*(_shape(self.step.avals[key]) for key in reads))
+        return jax.make_jaxpr(run)(*(abstract(self.step.avals[key]) for key in reads))
 
 
 def _live_equations(step: LabelledStep) -> list[StageEquation]:
@@ -247,7 +247,3 @@ def _is_copied(equation: StageEquation, label: Label) -> bool:
     if equation.part == "before" and label.kind != "begin":
         return equation.equation.primitive.name in _MOVEMENT
     return equation.part == {"begin": "before", "finish": "after"}.get(label.kind, "each")
-
-
-def _shape(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)

@@ -109,13 +109,13 @@ def step_parts(function: MicrobatchedFunction, feedback: Sequence[int | None] | 
         function.run_after(env)
         return [env[i] for i in results if i in made_after]
 
-    divided_shapes = {v.id: jax.eval_shape(function.divided, _shape(v)) for v in batch}
-    shapes_each = [divided_shapes.get(v.id, _shape(v)) for v in read_each]
+    divided_shapes = {v.id: jax.eval_shape(function.divided, abstract(v)) for v in batch}
+    shapes_each = [divided_shapes.get(v.id, abstract(v)) for v in read_each]
     return StepParts(
-        Part(jax.make_jaxpr(before)(*map(_shape, read_before)), _ids(read_before), (*_ids(begun), *_ids(batch))),
+        Part(jax.make_jaxpr(before)(*map(abstract, read_before)), _ids(read_before), (*_ids(begun), *_ids(batch))),
         Part(jax.make_jaxpr(each)(jax.ShapeDtypeStruct((), jnp.int32), *shapes_each), _ids(read_each), _ids(kept)),
         Part(
-            jax.make_jaxpr(after)(*map(_shape, read_after)),
+            jax.make_jaxpr(after)(*map(abstract, read_after)),
             _ids(read_after),
             tuple(i for i in results if i in made_after),
         ),
@@ -125,7 +125,7 @@ def step_parts(function: MicrobatchedFunction, feedback: Sequence[int | None] | 
         tuple(o.id if isinstance(o, Value) else o for o in graph.outputs),
         tuple(graph.feedback if feedback is None else feedback),
         {v.results[0].id: array for v, array in zip(graph.constants, graph.constant_arrays, strict=True)},
-        {value.id: _shape(value) for value in inputs},
+        {value.id: abstract(value) for value in inputs},
         function.num_microbatches,
         function.num_groups,
     )
@@ -135,17 +135,18 @@ def parameters_of(parts: StepParts) -> list[core.Var]:
     """Returns the inputs of a micro-batch that it may be differentiated for: all floats of arguments but the batch."""
     of_arguments = set(parts.inputs) - set(parts.batch)
     jaxpr = parts.before.program.jaxpr
-    found = {v for v, i in zip(jaxpr.invars, parts.before.reads, strict=True) if i in of_arguments and _is_float(v)}
+    found = {v for v, i in zip(jaxpr.invars, parts.before.reads, strict=True) if i in of_arguments and is_float(v)}
     for equation in jaxpr.eqns:
         if any(v in found for v in equation.invars if isinstance(v, core.Var)):
             found.update(equation.outvars)
     made = zip(jaxpr.outvars, parts.before.makes, strict=True)
     of_arguments.update(i for v, i in made if isinstance(v, core.Var) and v in found)
     inputs = zip(parts.each.program.jaxpr.invars[1:], parts.each.reads, strict=True)
-    return [v for v, i in inputs if i in of_arguments and _is_float(v)]
+    return [v for v, i in inputs if i in of_arguments and is_float(v)]
 
 
-def _is_float(variable: core.Var) -> bool:
+def is_float(variable: core.Var) -> bool:
+    """Returns whether a variable of a jaxpr has a gradient by its type."""
     return jnp.issubdtype(variable.aval.dtype, jnp.inexact)  # type: ignore[attr-defined]
 
 
@@ -153,7 +154,8 @@ def _ids(values: Iterable[Value]) -> tuple[int, ...]:
     return tuple(value.id for value in values)
 
 
-def _shape(value: Value) -> jax.ShapeDtypeStruct:
+def abstract(value: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of a value or of an abstract one."""
     return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cost.compute import inner_jaxprs
 from search_spaces.partition_specs import IndexedSpec, broadcast_specs, checked_axes_of, split_shape
-from search_spaces.replay import REMAT, bind, source_of
+from search_spaces.replay import REMAT, abstract_argument, bind, source_of
 from search_spaces.sharding.base import GivenSpec, ShardingStrategy
 from search_spaces.sharding.graph import Graph, Operand, Value, Vertex
 from search_spaces.sharding.tracing import INLINED_BODIES
@@ -277,7 +277,7 @@ class _Evaluation:
             return self.results_of(jaxpr.jaxpr, jaxpr.consts, operands)
 
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-            return jax.make_jaxpr(run)(*map(_without_sharding, jaxpr.in_avals))
+            return jax.make_jaxpr(run)(*map(abstract_argument, jaxpr.in_avals))
 
     def results_of(self, jaxpr: Any, constants: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *operands), strict=True))
@@ -328,7 +328,3 @@ def _is_changed(name: str, key: str, value: Any) -> bool:
         is_branches = isinstance(value, tuple) and bool(value) and isinstance(value[0], core.ClosedJaxpr)
         return is_branches or isinstance(value, core.ClosedJaxpr | core.Jaxpr)
     return name != "sharding_constraint" and key in ("sharding", "out_sharding") and value is not None
-
-
-def _without_sharding(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))

@@ -20,7 +20,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 from jaxlib.mlir.passmanager import PassManager
 
-from search_spaces.replay import bind
+from search_spaces.replay import abstract_argument, bind
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.exceptional_rules import exceptional_rule, is_higher_order, reduction_adds, shape_of
 from search_spaces.sharding.factors import Factors, Mark, rule_from_factors, with_window_halos
@@ -155,11 +155,6 @@ def _as_function(equation: JaxprEqn, name: str) -> Callable:
 
     call.__name__ = name
     return jax.jit(call, keep_unused=True)
-
-
-def abstract_argument(aval: Any) -> jax.ShapeDtypeStruct:
-    """Returns an array of an abstract value's shape and type, to trace a function with."""
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 _Dims = list[list[int]]  # of one array: for each dimension its factors, major to minor

@@ -17,11 +17,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from search_spaces.replay import CALLS, REMAT, bind, context_of, scan_operands, user_source, while_operands
+from search_spaces.replay import (
+    CALLS,
+    REMAT,
+    abstract_argument,
+    bind,
+    context_of,
+    scan_operands,
+    user_source,
+    while_operands,
+)
 from search_spaces.sharding.graph import Block, Graph, Kind, Operand, Region, Value, Vertex
 from search_spaces.sharding.opaque.operations import OPAQUE
 from search_spaces.sharding.own_collectives import stated_seconds
-from search_spaces.sharding.shardy import PLATFORMS, abstract_argument, signature_of
+from search_spaces.sharding.shardy import PLATFORMS, signature_of
 
 INLINED_BODIES = {
     **CALLS,

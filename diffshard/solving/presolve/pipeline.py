@@ -10,7 +10,7 @@ from collections import deque
 
 import numpy as np
 
-from cost.base import Problem, is_forbidden, num_strategies
+from cost.base import Problem, is_forbidden, num_strategies, with_infinities
 from cost.edges import distinct_arrays, map_distinct, merge_edges
 from diffshard.base import InfeasibleError
 from diffshard.solving.presolve.base import Reduction, compose, identity
@@ -203,14 +203,14 @@ class _Ties:
         for (u, v), m in zip(self.edges, self.matrix_of.tolist(), strict=True):
             a, b, cost = int(group[u]), int(group[v]), self.matrices[m]
             if a == b:
-                node_cost[a] += _finite_or_inf(cost[maps[u], maps[v]])
+                node_cost[a] += with_infinities(cost[maps[u], maps[v]])
                 continue
             is_flipped = a > b
             if is_flipped:
                 a, b, u, v, cost = b, a, v, u, cost.T
             form = (m, is_flipped, maps[u].tobytes(), maps[v].tobytes())
             if form not in restrictions:
-                restrictions[form] = _finite_or_inf(cost[np.ix_(maps[u], maps[v])])
+                restrictions[form] = with_infinities(cost[np.ix_(maps[u], maps[v])])
             between.append((a, b, restrictions[form]))
         matrices = merge_edges(between)
         return np.array(list(matrices), np.int64).reshape(-1, 2), list(matrices.values())
@@ -222,10 +222,6 @@ def _forbids(cost: np.ndarray) -> bool:
 
 def _as_float(cost: np.ndarray) -> np.ndarray:
     return np.asarray(cost, float)
-
-
-def _finite_or_inf(cost: np.ndarray) -> np.ndarray:
-    return np.where(is_forbidden(cost), np.inf, np.asarray(cost, float))
 
 
 def _summed_loads(problem: Problem, group: np.ndarray, maps: list[np.ndarray], count: int) -> list[np.ndarray]:

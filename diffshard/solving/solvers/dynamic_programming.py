@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from cost.base import Problem, is_forbidden, load_groups, num_strategies
+from cost.base import Problem, load_groups, num_strategies, with_infinities
 from cost.evaluation import chosen_costs
 from diffshard.base import Proposal
 from diffshard.solving.csr import to_csr, with_ceiling
@@ -85,21 +85,17 @@ def _tables(problem: Problem) -> list[list[_Table]]:
     """Returns for each node the tables that it is in."""
     tables: list[list[_Table]] = []
     for v, cost in enumerate(problem.node_cost):
-        node_cost = _with_infinities(cost)
+        node_cost = with_infinities(cost)
         if len(problem.load):
             load = np.asarray(problem.load[v], float)
             node_cost = node_cost + sum(load[:, group].mean(axis=1) for group in load_groups(problem))
         tables.append([_Table((v,), node_cost)])
     for (u, v), cost in zip(np.asarray(problem.edge_nodes).reshape(-1, 2).tolist(), problem.edge_cost, strict=True):
-        matrix = _with_infinities(cost)
+        matrix = with_infinities(cost)
         table = _Table((u, v), matrix) if u < v else _Table((v, u), matrix.T)
         tables[u].append(table)
         tables[v].append(table)
     return tables
-
-
-def _with_infinities(costs: np.ndarray) -> np.ndarray:
-    return np.where(is_forbidden(costs), np.inf, np.asarray(costs, float))
 
 
 def _order(problem: Problem) -> list[int]:

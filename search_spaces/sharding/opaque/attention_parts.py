@@ -19,7 +19,7 @@ from jax.extend import core
 
 from cost.base import AttentionWork
 from search_spaces.sharding.base import Rule
-from search_spaces.sharding.opaque.cudnn import FORWARD, named_rule, work_of_attention
+from search_spaces.sharding.opaque.cudnn import FORWARD, named_rule, shapes_of, work_of_attention
 from search_spaces.sharding.opaque.notation import NamedDimensions, NamedRule
 from search_spaces.sharding.opaque.ring import Ring, attend, is_causal, run_backward, run_forward, sequence_dimension
 from search_spaces.sharding.opaque.work import Parts
@@ -36,7 +36,7 @@ def sequence_rules(equation: core.JaxprEqn) -> tuple[Rule, ...]:
     None where a ring cannot run. It takes plain attention of as many queries as keys: without bias, dropout, lengths or
     a window, causal or not.
     """
-    params, operands, results = equation.params, _shapes(equation.invars), _shapes(equation.outvars)
+    params, operands, results = equation.params, shapes_of(equation.invars), shapes_of(equation.outvars)
     dim = sequence_dimension(equation)
     is_plain = all(shape == (0,) for shape in operands[3:10])
     is_masked_simply = str(params["mask_type"]).rsplit(".", 1)[-1] in ("NO_MASK", "CAUSAL")
@@ -128,7 +128,3 @@ def run_attention(equation: core.JaxprEqn, operands: Sequence[Any], parts: Parts
         raise ValueError("parts of an odd length, which do not divide into the two chunks of a causal ring")
     run = run_forward if equation.primitive.name == FORWARD else run_backward
     return run(ring, operands)
-
-
-def _shapes(variables: Sequence[Any]) -> list[tuple[int, ...]]:
-    return [tuple(v.aval.shape) for v in variables]

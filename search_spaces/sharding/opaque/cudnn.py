@@ -95,7 +95,7 @@ def rule_of_attention(equation: core.JaxprEqn) -> Rule:
     Of packed sequences and of keys in pages the batch stays whole, and where there is dropout, everything does: each
     device would draw the same numbers.
     """
-    return named_rule(equation).rule(_shapes(equation.invars), _shapes(equation.outvars))
+    return named_rule(equation).rule(shapes_of(equation.invars), shapes_of(equation.outvars))
 
 
 def bind_attention(equation: core.JaxprEqn, operands: Sequence[Any], **parameters: Any) -> list[Any]:
@@ -153,7 +153,7 @@ def named_rule(equation: core.JaxprEqn, num_results: int | None = None) -> Named
       num_results: of the forward, if it is not as many as the equation has.
     """
     num_results = len(equation.outvars) if num_results is None else num_results
-    operands = _shapes(equation.invars)
+    operands = shapes_of(equation.invars)
     is_forward = equation.primitive.name == FORWARD
     is_plain = operands[_QUERY_OFFSETS] == (0,) and all(shape == (0,) for shape in operands[8:10])
 
@@ -206,5 +206,6 @@ def _lengths(name: str, shape: Shape, batch: int) -> NamedDimensions:
     return tuple(("batch",) if d == 0 and size == batch else (f"{name}_{d}",) for d, size in enumerate(shape))
 
 
-def _shapes(variables: Sequence[Any]) -> list[Shape]:
+def shapes_of(variables: Sequence[Any]) -> list[Shape]:
+    """Returns the shapes of variables."""
     return [tuple(v.aval.shape) for v in variables]

@@ -18,7 +18,7 @@ from search_spaces.replay import bind
 from search_spaces.sharding.base import Rule, ShardingStrategy
 from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.opaque.attention_parts import ring_collectives, run_attention, sequence_rules, work_of_parts
-from search_spaces.sharding.opaque.cudnn import BACKWARD, FORWARD, rule_of_attention
+from search_spaces.sharding.opaque.cudnn import BACKWARD, FORWARD, rule_of_attention, shapes_of
 from search_spaces.sharding.opaque.kernel import Kernel
 from search_spaces.sharding.opaque.notation import NamedDimensions, NamedRule, Shape, parse_rule
 from search_spaces.sharding.opaque.pallas import name_of_call, rule_of_call, run_call, work_of_call
@@ -163,10 +163,6 @@ def _kernel(equation: core.JaxprEqn) -> Kernel:
     return equation.params["kernel"]
 
 
-def _shapes(variables: Sequence[Any]) -> list[tuple[int, ...]]:
-    return [tuple(v.aval.shape) for v in variables]
-
-
 def _bind(equation: core.JaxprEqn, operands: Sequence[Any], parts: Parts) -> Sequence[Any]:
     """Runs an operation whose parameters hold no shapes."""
     del parts
@@ -184,7 +180,7 @@ _ATTENTION = OpaqueOperation(
 )
 OPAQUE: dict[str, OpaqueOperation] = {
     "kernel": OpaqueOperation(
-        rule=lambda e: _kernel(e).rule.rule(_shapes(e.invars), _shapes(e.outvars)),
+        rule=lambda e: _kernel(e).rule.rule(shapes_of(e.invars), shapes_of(e.outvars)),
         work=lambda e, operands, share: _kernel(e).work(operands, share),
         run=_bind,
         combine=lambda e: _kernel(e).rule.combine,

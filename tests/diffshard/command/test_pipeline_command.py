@@ -99,7 +99,7 @@ def test_options_that_do_not_fit_are_refused(module, capsys, words, message):
         (("--cluster", "2x8xa1000"), "`hardware` 'a1000' is unknown"),
         (("--cluster", "2x8xa100", "--between", "3"), "is not a latency and bytes per second"),
         (("--cluster", "2x8xa100", "--microbatches", "4,0"), "'0' is not a whole number, 1 or more"),
-        (("--cluster", "2x8xa100", "--schedules", "zb-h9"), "'zb-h9' is no schedule"),
+        (("--cluster", "2x8xa100", "--schedules", "zb-h9"), "'zb-h9' is none of gpipe"),
     ],
 )
 def test_wrong_words_are_refused(module, capsys, words, message):
