@@ -115,7 +115,7 @@ def print_costs(setting: Setting, losses: MeasuredLosses) -> None:
     call, look, weights = setting.training(0, 1)[0], losses.look, losses.no_weights
     flat = jax.tree.leaves(call)
     for label, lower in (
-        ("step", lambda: jax.jit(setting.small.step).lower(*call)),
+        ("step", lambda: jax.jit(lambda *args: setting.small.step(*args)).lower(*call)),
         ("with formats", lambda: look.lower_step(weights, flat)),
         ("look", lambda: look.lower_slopes(weights, {}, [flat] * 4)),
     ):

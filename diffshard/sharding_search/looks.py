@@ -39,8 +39,8 @@ class Look:
         self._on_overflow, self._step, self._slopes = on_overflow, jax.jit(mixed), jax.jit(jax.grad(self._late_loss))
 
     def lower_step(self, weights: np.ndarray, arguments: FlatCall) -> Any:
-        """Lowers what `run` runs for each step, as `jax.jit(...).lower` does."""
-        return self._step.lower(weights, self.mixed.first_residuals(), *arguments)
+        """Lowers what `run` runs for each step, as `jax.jit(...).lower` does; what it compiles to is not kept."""
+        return jax.jit(lambda *args: self.mixed(*args)).lower(weights, self.mixed.first_residuals(), *arguments)
 
     def run(self, weights: np.ndarray, state: State, calls: Sequence[FlatCall]) -> tuple[State, np.ndarray]:
         """Returns the state after some calls, and the loss of each; `weights` is `[rows, formats]`.
