@@ -270,6 +270,20 @@ class PlannedFormats:
     increases_by: str = ""
 
     @property
+    def measured_error(self) -> float | None:
+        """The standard error of a measured increase, pooled over all trials; None where none is known.
+
+        Of two runs alone an error is hardly known, but noise is that of the training, much the same for all trials.
+        """
+        squares = [trial.measured_error**2 for trial in self.trials if trial.measured_error]
+        return math.sqrt(sum(squares) / len(squares)) if squares else None
+
+    @property
+    def more_runs(self) -> float:
+        """How many times as many runs would tell an increase of the limit from none, by two standard errors."""
+        return (2 * (self.measured_error or 0.0) / self.max_loss_increase) ** 2
+
+    @property
     def increases(self) -> dict[str, float]:
         """What each group adds to the loss, as `Formats.increases` takes it."""
         return {group.name: group.loss_increase for group in self.groups}

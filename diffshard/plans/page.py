@@ -45,7 +45,7 @@ from diffshard.plans.summary import (
     shape_table,
     verdict,
 )
-from diffshard.plans.text import format_plan, formats_rows, formats_words, trials_rows
+from diffshard.plans.text import format_plan, formats_rows, formats_words, noise_words, trials_rows
 from diffshard.plans.timeline import timeline_elements
 from search_spaces.partition_specs import NamedSpec
 
@@ -185,6 +185,7 @@ def _formats(plan: PlanData) -> str:
         head, *rows = trials_rows(plan.formats)
         words = f"<div class=dim>measured together, by {escape(plan.formats.measured_by)}</div>"
         page += words + table(head, rows, right=(1, 2, 3, 4))
+        page += f"<div class=dim>{escape(noise_words(plan.formats))}</div>"
     return page
 
 

@@ -134,7 +134,20 @@ def _formats(formats: PlannedFormats) -> str:
     if formats.trials:
         title = f"Formats that were measured together, by {formats.measured_by}"
         lines += ["", title, "", *format_table(trials_rows(formats), "  ", right=(1, 2, 3, 4), wrap=(0,))]
+    if noise := noise_words(formats):
+        lines += ["", *wrapped(noise, "  ")]
     return "\n".join(lines)
+
+
+def noise_words(formats: PlannedFormats) -> str:
+    """Returns what is to be done where the noise of what was measured hides the limit; "" where it does not."""
+    if formats.more_runs <= 1:
+        return ""
+    return (
+        f"Noise hides the limit: an increase is measured to ± {formats.measured_error:.1g}, by all of these together, "
+        f"and {formats.max_loss_increase:g} may be added. What is within it is partly chance. About "
+        f"{math.ceil(formats.more_runs)} times as many runs, or longer ones, would tell."
+    )
 
 
 def formats_words(formats: PlannedFormats) -> str:

@@ -19,6 +19,7 @@ from scipy.optimize import nnls
 
 from diffshard.base import OPTIMAL_GAP, Deadline, InfeasibleError
 from diffshard.plans.base import FormatGroup, FormatTrial, PlannedFormats
+from diffshard.plans.text import noise_words
 from diffshard.sharding_search.call import array_types
 from diffshard.sharding_search.carried import carrying_parameter
 from diffshard.sharding_search.format_losses import Increase, MeasuredLosses
@@ -116,7 +117,10 @@ def find_plan_with_formats(request: PlanRequest) -> Plan:
     trials = measured_trials(request, groups, losses, increases, rules)
     best = fastest_trial(trials, formats.max_loss_increase)
     _warn_of_overflows(losses)
-    return _with_formats(request, groups, best, trials, losses.measured_by)
+    plan = _with_formats(request, groups, best, trials, losses.measured_by)
+    if plan.formats is not None and (noise := noise_words(plan.formats)):
+        warnings.warn(noise, stacklevel=2)
+    return plan
 
 
 def _is_for(plan: Plan, groups: Sequence[ProductGroup], formats: Formats) -> bool:

@@ -107,6 +107,35 @@ def test_what_is_chosen_changes_what_is_measured(monkeypatch):
     assert plan.step_s <= best_s * (1 + 1e-6)
 
 
+class _NoisyLosses(_KnownLosses):
+    """The same losses, known from runs that differ."""
+
+    error = 0.3
+
+    def increase_of(self, products):
+        return Increase(super().increase_of(products).mean, self.error if products else 0.0)
+
+
+@pytest.mark.parametrize(("error", "hides"), [(0.3, False), (0.6, True)])
+def test_noise_that_hides_the_limit_is_told_with_how_many_more_runs_would_not(monkeypatch, error, hides):
+    monkeypatch.setattr(format_rounds, "measured_losses", _NoisyLosses)
+    monkeypatch.setattr(_NoisyLosses, "error", error)
+    mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    args = jax.eval_shape(lambda: arguments(8192, 8192))
+    limit = 0.85
+    step = search(mesh, limit, hardware=diffshard.preset("h100", dict(mesh.shape)), calls=[args] * 20, rounds=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan = step.plan(*args)
+    said = [str(warning.message) for warning in caught if "Noise hides the limit" in str(warning.message)]
+    assert len(said) == hides
+    assert plan.formats.measured_error == pytest.approx(error)
+    assert plan.formats.more_runs == pytest.approx((2 * error / limit) ** 2)
+    words = " ".join(str(plan).split())
+    assert ("0.85 may be added. What is within it is partly chance. About 2 times as many runs" in words) == hides
+    assert ("Noise hides the limit" in plan.html()) == hides
+
+
 def test_validation_runs_have_the_losses_of_the_program_and_no_rule_within_the_limit_is_faster():
     runs = [calls_of(1, 10), calls_of(2, 10)]
     formats = diffshard.formats.Formats(0.01, calls=calls_of(3, 8), steps=4, validation_runs=runs)
