@@ -67,15 +67,12 @@ def check_alone(name: str, others: Mapping[str, Any]) -> None:
         )
 
 
-def check_spaces(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Raises `TypeError` where a search of a space lacks an option, or has options of `search`."""
+def check_space(space: Any, options: Mapping[str, Any]) -> None:
+    """Raises `TypeError` where there is no space, or options of `search` are given to a search of one."""
     if options:
         raise TypeError(f"`{next(iter(options))}` is an option of `search`, which goes with `formats`; got none.")
-    for name in ("space", "weights_optimizer"):
-        if given[name] is None:
-            raise TypeError(
-                f"`bilevel` needs `{name}`, or `formats` for a training step as `search` takes it; got neither."
-            )
+    if space is None:
+        raise TypeError("`bilevel` needs `space`, or `formats` for a training step as `search` takes it; got neither.")
 
 
 # Keys, meshes and optimisers.

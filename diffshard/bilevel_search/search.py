@@ -142,17 +142,17 @@ def bilevel(
         "max_loss_increase": max_loss_increase,
         "cost_weight": cost_weight,
     }
+    inputs.check_mesh(mesh)
     if formats is not None:
         inputs.check_alone("formats", of_spaces)
         return StepSearch(fn, mesh, formats, choice_every, options)
-    inputs.check_spaces(of_spaces, options)
+    inputs.check_space(space, options)
     assert space is not None
-    assert weights_optimizer is not None
     choice_every = inputs.checked_steps(CHOICE_EVERY if choice_every is None else choice_every)
     choice_optimizer = optax.adam(1e-2) if choice_optimizer is None else choice_optimizer
     inputs.check_optimizer("weights_optimizer", weights_optimizer)
     inputs.check_optimizer("choice_optimizer", choice_optimizer)
-    inputs.check_mesh(mesh)
+    assert weights_optimizer is not None
     if not callable(estimator):
         where = "diffshard.bilevel_search.base.Increase"
         raise ValueError(f"`estimator` must be a function that follows `{where}`; got {estimator!r}.")

@@ -91,7 +91,7 @@ def test_what_is_no_state_is_refused():
         ({"mesh": {"data": 2}}, "`mesh` must be a Mesh or an AbstractMesh, got {'data': 2}"),
         ({"choice_optimizer": 3}, "`choice_optimizer` must be an optax gradient transformation"),
         ({"weights_optimizer": optax.MultiSteps(optax.sgd(0.1), 2)}, "of MultiSteps take its"),
-        ({"space": Perturbed}, "needs `loss_fn` and `mesh`"),
+        ({"space": Perturbed}, "needs `fn` and `mesh`"),
         (
             {
                 "space": Problem(
