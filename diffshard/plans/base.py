@@ -248,6 +248,19 @@ class FormatTrial:
 
 
 @dataclass(frozen=True)
+class DelayedScale:
+    """The scale of an operand that is rounded by what it was in earlier steps.
+
+    Attributes:
+      name: the module and line of the first product that reads it, and which operand of it that is.
+      num_rows: its rows in the maxima that the step carries, one for each trip of the loops around the product.
+    """
+
+    name: str
+    num_rows: Count
+
+
+@dataclass(frozen=True)
 class PlannedFormats:
     """Number formats within a limit on the predicted loss.
 
@@ -329,6 +342,8 @@ class PlanData(Certified):
         the function keeps its own.
       residuals: what devices have not sent yet of the sums that are sent with error feedback, and the maxima of delayed
         scales, as arrays beside the argument in whose path they are; empty where there are neither.
+      delayed_scales: the operands that the rows of these maxima are of, in order, also of products that are not in the
+        format; empty where there are none, and in plans of older versions.
       stored_in: the file of a store of plans from which it was taken instead of a search; "" if it was searched.
       timeline: the step as a program for each device, played in its own order; None for other executors, where
         collectives hold arithmetic, and in plans of older versions.
@@ -374,6 +389,7 @@ class PlanData(Certified):
     shapes: tuple[TriedShape, ...] = ()
     formats: PlannedFormats | None = None
     residuals: tuple[Tensor, ...] = ()
+    delayed_scales: tuple[DelayedScale, ...] = ()
     stored_in: str = field(default="", compare=False)
     timeline: PredictedTimeline | None = None
     computing: PredictedComputing | None = None

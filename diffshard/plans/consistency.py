@@ -86,6 +86,13 @@ def _check_residuals(plan: PlanData) -> None:
             f"`residuals` must be of the {len(numbers)} operations that send sums with error feedback, with "
             "maxima last where scales are delayed"
         )
+    rows = [
+        tensor.shape[1]
+        for tensor, part in zip(plan.residuals, parts, strict=True)
+        if part and part["number"] == "maxima"
+    ]
+    if plan.delayed_scales and rows != [sum(scale.num_rows for scale in plan.delayed_scales)]:
+        raise ValueError(f"`delayed_scales` must have the rows of the maxima in `residuals`, {rows}")
     owners = {part["owner"] for part in parts if part}
     if len(owners) > 1 or not owners <= set(plan.parameters):
         raise ValueError(f"`residuals` must go with one of `parameters`, {plan.parameters}, not {sorted(owners)}")

@@ -13,18 +13,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from diffshard.base import PlanError
-from diffshard.plans.base import PlanData, Tensor
+from diffshard.plans.base import DelayedScale, PlanData, Tensor
 from diffshard.sharding_search.call import Structure
 from diffshard.sharding_search.options import with_automatic_axes
 from diffshard.sharding_search.placing_arrays import parameter_of
 from diffshard.sharding_search.tracing import TracedFunction
 from search_spaces.partition_specs import named_spec
 from search_spaces.sharding.base import Layout
-from search_spaces.sharding.delayed_scales import HISTORY
+from search_spaces.sharding.delayed_scales import HISTORY, NAME, Scales
 from search_spaces.sharding.graph import Graph, Value
 from search_spaces.sharding.space import ShardingSpace
 from search_spaces.sharding.sum_residuals import MAXIMA, refitted, residuals_of
@@ -69,6 +70,35 @@ def planned_residuals(traced_function: TracedFunction, space: ShardingSpace, lay
         Tensor(f"{name}.residuals['{key}']", r.shape, "float32", named_spec(r.spec, space.axis_names))
         for key, r in zip(keys, residuals, strict=True)
     )
+
+
+def planned_scales(graph: Graph, layout: Layout) -> tuple[DelayedScale, ...]:
+    """Returns the operands of which a layout's maxima are; none where no product has delayed scales."""
+    if all(name != NAME for _, name in layout.rounded):
+        return ()
+    scales, named = Scales.of(graph), []
+    for (vertex, position), trips in zip(scales.read_by, scales.trips, strict=True):
+        place = " ".join(filter(None, (vertex.scope, vertex.source)))
+        named.append(DelayedScale(f"{place} operand {position + 1}", math.prod(trips)))
+    return tuple(named)
+
+
+def overflows_of(plan: PlanData, state: Carried) -> dict[str, int]:
+    """Returns how often operands had numbers that their delayed scales cut off, by their names, the most often first.
+
+    Raises:
+      PlanError: the state's maxima are of another plan.
+    """
+    counts = [np.asarray(array)[0, :, HISTORY] for key, array in state.residuals.items() if key.startswith("maxima")]
+    rows = sum(scale.num_rows for scale in plan.delayed_scales)
+    if any(len(own) != rows for own in counts):
+        raise PlanError("The maxima of the state are those of another plan, or the plan is of an older version.")
+    found = Counter[str]()
+    for own in counts:
+        ends = np.cumsum([scale.num_rows for scale in plan.delayed_scales])[:-1]
+        for scale, part in zip(plan.delayed_scales, np.split(own, ends), strict=True):
+            found[scale.name] += int(part.sum())
+    return {name: count for name, count in found.most_common() if count}
 
 
 def _digest_of_dependencies(graph: Graph) -> str:

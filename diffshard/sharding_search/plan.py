@@ -22,6 +22,7 @@ from diffshard.processes import errors_for_all, processes_of
 from diffshard.sharding_search.call import Call, Static, Structure, abstract_array, array_paths, split
 from diffshard.sharding_search.carried import (
     Carried,
+    overflows_of,
     placed_residuals,
     residual_key,
     with_residuals,
@@ -245,6 +246,17 @@ class Plan(PlanData):
             argument = structure.unflatten(placed)
             placed_arguments.append(self._carried(argument, residuals or {}) if self._carries(name) else argument)
         return placed_arguments[0] if len(placed_arguments) == 1 else tuple(placed_arguments)
+
+    def overflows(self, state: Carried) -> dict[str, int]:
+        """Returns how often operands had numbers that their delayed scales cut off, by name, the most often first.
+
+        Args:
+          state: as the planned step returns it.
+
+        Raises:
+          PlanError: the state is of another plan.
+        """
+        return overflows_of(self, state)
 
     def _carries(self, name: str) -> bool:
         """Returns whether residuals go with an argument."""

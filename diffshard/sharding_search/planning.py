@@ -19,7 +19,7 @@ from diffshard.outer_search import CutOffError
 from diffshard.plans.base import Operation, PlannedObjective, PredictedCollective, Tensor
 from diffshard.plans.formats import short_name
 from diffshard.plans.sections import PredictedComputing
-from diffshard.sharding_search.carried import planned_residuals
+from diffshard.sharding_search.carried import planned_residuals, planned_scales
 from diffshard.sharding_search.executors import default_executor, executor_notes
 from diffshard.sharding_search.fingerprints import function_digest
 from diffshard.sharding_search.layout import signature_of
@@ -262,6 +262,7 @@ def make_plan(request: PlanRequest, solution: Solution) -> Plan:
         function_digest=function_digest(traced_function),
         offloads_state=options.state is not None,
         residuals=planned_residuals(traced_function, space, summary.layout),
+        delayed_scales=planned_scales(space.graph, summary.layout),
         mesh=options.mesh,
         structures=(traced_function.call.structure, traced_function.result),
     )

@@ -40,17 +40,19 @@ class Scales(NamedTuple):
       number: of the scale of an operand, by the product's vertex and the operand's position.
       trips: of each scale, the lengths of the loops around its products.
       largest: the largest number of each scale's format.
+      read_by: of each scale the first product that has it, and the operand's position there.
     """
 
     number: dict[tuple[int, int], int]
     trips: list[tuple[int, ...]]
     largest: list[float]
+    read_by: list[tuple[Vertex, int]]
 
     @staticmethod
     def of(graph: Graph) -> "Scales":
         """Returns those of all products that can be in the format, so that all plans of a function have the same."""
         numbers: dict[Any, int] = {}
-        scales = Scales({}, [], [])
+        scales = Scales({}, [], [], [])
         for vertex in graph.operations():
             for position, operand in enumerate(vertex.operands if takes(vertex, NAME) else ()):
                 assert isinstance(operand, Value)
@@ -59,6 +61,7 @@ class Scales(NamedTuple):
                 if key not in numbers:
                     numbers[key] = len(numbers)
                     scales.trips.append(trips_of(vertex))
+                    scales.read_by.append((vertex, position))
                     scales.largest.append(float(jnp.finfo(dtype).max))
                 scales.number[vertex.index, position] = numbers[key]
         return scales

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import diffshard
+from diffshard.base import PlanError
 from diffshard.plans.consistency import check_plan
 from diffshard.sharding_search.call import array_types
 from diffshard.sharding_search.format_losses import MeasuredLosses
@@ -115,7 +116,7 @@ def test_maxima_go_to_plans_of_other_meshes_and_are_left_out_where_none_are_read
         assert isinstance(exact.shard(state), dict)
 
 
-def test_numbers_that_are_cut_off_are_counted(planned):
+def test_numbers_that_are_cut_off_are_counted_by_operand(planned, tmp_path):
     step, plan = planned
     params, batch = arguments()
     state, _ = step(*plan.shard(params, batch))
@@ -127,6 +128,16 @@ def test_numbers_that_are_cut_off_are_counted(planned):
     (maxima,) = state.residuals.values()
     assert maxima.shape[-1] == HISTORY + 1
     assert state.overflows == np.asarray(maxima)[..., HISTORY].sum()
+    by_operand = plan.overflows(state)
+    assert sum(by_operand.values()) == state.overflows
+    assert all(" operand " in name and ".py:" in name for name in by_operand)
+    plan.save(tmp_path / "plan.json")
+    assert diffshard.Plan.load(tmp_path / "plan.json").overflows(state) == by_operand
+    unrounded = search_on(4, increases={}).plan(*arguments())
+    with pytest.raises(PlanError, match="those of another plan"):
+        unrounded.overflows(state)
+    with pytest.raises(ValueError, match="`delayed_scales` must have the rows of the maxima"):
+        check_plan(dataclasses.replace(plan, delayed_scales=plan.delayed_scales[1:]))
 
 
 def test_checkpoints_have_the_maxima_on_other_devices_and_tell_of_what_was_cut_off(tmp_path):
