@@ -294,7 +294,8 @@ class PlannedFormats:
     @property
     def more_runs(self) -> float:
         """How many times as many runs would tell an increase of the limit from none, by two standard errors."""
-        return (2 * (self.measured_error or 0.0) / self.max_loss_increase) ** 2
+        error = 2 * (self.measured_error or 0.0)
+        return (error / self.max_loss_increase) ** 2 if self.max_loss_increase else math.inf if error else 0.0
 
     @property
     def increases(self) -> dict[str, float]:

@@ -139,9 +139,15 @@ def _formats(formats: PlannedFormats) -> str:
     return "\n".join(lines)
 
 
+ONE_RUN = "a validation run"
+"""What measured increases of which no error is known."""
+
+
 def noise_words(formats: PlannedFormats) -> str:
     """Returns what is to be done where the noise of what was measured hides the limit; "" where it does not."""
-    if formats.more_runs <= 1:
+    if formats.measured_by == ONE_RUN:
+        return "A single validation run does not tell how far its increases are noise: two or more do."
+    if not 1 < formats.more_runs < math.inf:
         return ""
     return (
         f"Noise hides the limit: an increase is measured to ± {formats.measured_error:.1g}, by all of these together, "

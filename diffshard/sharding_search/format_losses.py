@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from diffshard.plans.text import ONE_RUN
 from diffshard.sharding_search.call import ArrayType, array_types, bound_arguments, split
 from diffshard.sharding_search.looks import LOOK_SHARE, FlatCall, Look, State
 from diffshard.sharding_search.number_formats import Formats, ProductGroup, all_groups, kind_of
@@ -135,7 +136,7 @@ class MeasuredLosses:
     def measured_by(self) -> str:
         """In words, what tells the increase of a whole set of products; "" for nothing."""
         if self._runs:
-            return "a validation run" if len(self._runs) == 1 else f"{len(self._runs)} validation runs"
+            return ONE_RUN if len(self._runs) == 1 else f"{len(self._runs)} validation runs"
         return "looks ahead" if self._calls else ""
 
     @property

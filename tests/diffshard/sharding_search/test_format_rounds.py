@@ -1,5 +1,6 @@
 """Formats are measured again where they are chosen, judged by validation runs, and held against simple rules."""
 
+import dataclasses
 import itertools
 import warnings
 from types import SimpleNamespace
@@ -12,6 +13,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import diffshard
+from diffshard.plans.base import FormatTrial, PlannedFormats
+from diffshard.plans.text import noise_words
 from diffshard.sharding_search import format_rounds
 from diffshard.sharding_search.call import array_types
 from diffshard.sharding_search.format_losses import Increase, MeasuredLosses
@@ -134,6 +137,14 @@ def test_noise_that_hides_the_limit_is_told_with_how_many_more_runs_would_not(mo
     words = " ".join(str(plan).split())
     assert ("0.85 may be added. What is within it is partly chance. About 2 times as many runs" in words) == hides
     assert ("Noise hides the limit" in plan.html()) == hides
+
+
+def test_a_single_run_whose_noise_nobody_knows_is_told():
+    trial = FormatTrial("all products", 1.0, 3, 0.1, 0.1)
+    formats = PlannedFormats(0.1, 0.1, (), 0.1, "a validation run", (trial,))
+    assert formats.measured_error is None
+    assert "A single validation run does not tell" in noise_words(formats)
+    assert noise_words(dataclasses.replace(formats, measured_by="2 validation runs")) == ""
 
 
 def test_validation_runs_have_the_losses_of_the_program_and_no_rule_within_the_limit_is_faster():
