@@ -132,6 +132,7 @@ def test_noise_that_hides_the_limit_is_told_with_how_many_more_runs_would_not(mo
         plan = step.plan(*args)
     said = [str(warning.message) for warning in caught if "Noise hides the limit" in str(warning.message)]
     assert len(said) == hides
+    assert plan.formats is not None
     assert plan.formats.measured_error == pytest.approx(error)
     assert plan.formats.more_runs == pytest.approx((2 * error / limit) ** 2)
     words = " ".join(str(plan).split())
