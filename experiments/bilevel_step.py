@@ -18,7 +18,7 @@ import numpy as np
 
 import diffshard
 from diffshard.base import Deadline
-from diffshard.bilevel_search.step_formats import StepSearch, StepState
+from diffshard.bilevel_search.step_formats import StepState, TrainingSearch
 from diffshard.plans.formats import format_s
 from diffshard.sharding_search.format_losses import MeasuredLosses
 from diffshard.sharding_search.format_rounds import stand_ins
@@ -38,7 +38,7 @@ FROZEN = 1e-12
 
 
 def trained_with(
-    searching: StepSearch, setting: Setting, updates: int, seed: int
+    searching: TrainingSearch, setting: Setting, updates: int, seed: int
 ) -> tuple[StepState, list[float], list[float]]:
     """Returns the state after some updates, and the seconds of those without and with a look, compiled ones."""
     calls, validation = setting.training(seed, updates), setting.training(500 + seed, updates)

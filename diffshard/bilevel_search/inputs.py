@@ -70,7 +70,7 @@ def check_alone(name: str, others: Mapping[str, Any]) -> None:
 def check_space(space: Any, options: Mapping[str, Any]) -> None:
     """Raises `TypeError` where there is no space, or options of `search` are given to a search of one."""
     if options:
-        raise TypeError(f"`{next(iter(options))}` is an option of `search`, which goes with `formats`; got none.")
+        raise TypeError(f"`{next(iter(options))}` is no option for a `space`; those of `search` go with `formats`.")
     if space is None:
         raise TypeError("`bilevel` needs `space`, or `formats` for a training step as `search` takes it; got neither.")
 

@@ -23,7 +23,7 @@ from diffshard.bilevel_search.plans.plan import BilevelPlan, Outcome
 from diffshard.bilevel_search.proving import CandidatesData
 from diffshard.bilevel_search.relaxation import softmax_choice
 from diffshard.bilevel_search.step import Settings, Step, step_in
-from diffshard.bilevel_search.step_formats import StepSearch
+from diffshard.bilevel_search.step_formats import TrainingSearch
 from diffshard.sharding_search.number_formats import Formats
 from search_spaces.base import Batch, LossySpace, Params, RelaxedChoice, SearchSpace
 
@@ -54,7 +54,7 @@ CHOICE_EVERY = 8
 @overload
 def bilevel(
     fn: Callable[..., Any], mesh: Mesh, *, formats: Formats, choice_every: int | None = None, **options: Any
-) -> StepSearch: ...
+) -> TrainingSearch: ...
 
 
 @overload
@@ -82,10 +82,10 @@ def bilevel(
     choice_optimizer: optax.GradientTransformation | None = None,
     max_loss_increase: float | None = None,
     cost_weight: float | Callable[[jax.Array], jax.Array] | None = None,
-    estimator: Increase = curvature,
+    estimator: Increase | None = None,
     choice_every: int | None = None,
     **options: Any,
-) -> "BilevelSearch | StepSearch":
+) -> "BilevelSearch | TrainingSearch":
     """Searches what changes the loss as well as the time of a step, while the model trains.
 
     Of a whole training step, the function that `search` takes, it chooses number formats together with shardings:
@@ -121,14 +121,15 @@ def bilevel(
         must be a `LossySpace`; without both, it must not have a loss of its own.
       cost_weight: or instead: units of loss that the exact choice's whole cost is worth; a number or a schedule.
       estimator: predicts by how much the relaxed choice raises the validation loss: a function that follows
-        `diffshard.bilevel_search.base.Increase`. The default is good at ranking; `prove` tells the size.
+        `diffshard.bilevel_search.base.Increase`. None takes `curvature`, which is good at ranking; `prove` tells
+        the size.
       choice_every: how many steps of θ there are to one of A, which comes with the first of them; looking at the
         choice costs several training steps, so that 1 is several times slower than training. None takes 8, and with
         `formats` 8 times the steps of a look.
       **options: with `formats` those of `search`, but `devices`, `pipeline` and what does not go with formats.
 
     Returns:
-      A `StepSearch` with `formats`, else a `BilevelSearch`.
+      A `TrainingSearch` with `formats`, else a `BilevelSearch`.
 
     Raises:
       TypeError: options that the other way alone takes, or a lack of those that it needs.
@@ -141,11 +142,12 @@ def bilevel(
         "choice_optimizer": choice_optimizer,
         "max_loss_increase": max_loss_increase,
         "cost_weight": cost_weight,
+        "estimator": estimator,
     }
     inputs.check_mesh(mesh)
     if formats is not None:
         inputs.check_alone("formats", of_spaces)
-        return StepSearch(fn, mesh, formats, choice_every, options)
+        return TrainingSearch(fn, mesh, formats, choice_every, options)
     inputs.check_space(space, options)
     assert space is not None
     choice_every = inputs.checked_steps(CHOICE_EVERY if choice_every is None else choice_every)
@@ -153,6 +155,7 @@ def bilevel(
     inputs.check_optimizer("weights_optimizer", weights_optimizer)
     inputs.check_optimizer("choice_optimizer", choice_optimizer)
     assert weights_optimizer is not None
+    estimator = curvature if estimator is None else estimator
     if not callable(estimator):
         where = "diffshard.bilevel_search.base.Increase"
         raise ValueError(f"`estimator` must be a function that follows `{where}`; got {estimator!r}.")

@@ -4,8 +4,9 @@ Steps of the state on training batches and steps of the choice on validation bat
 weights p for each operation that may be in fewer bits: exact, or one of its formats. Each step of the training draws
 its formats from them. The mean loss L(p) of trainings that draw so is linear in each row (the multilinear extension of
 the loss of fixed formats), and dL/dp of a format is what it adds to the loss where all others are drawn. A look ahead
-measures that: from the present state, over the last validation batches, by the derivative of their late loss through
-the updates. The weights minimise
+estimates that, for half of the groups of a format at once: from the present state, over the last validation batches, by
+the derivative of their late loss through the updates where these groups are half-way between exact and rounded. The
+weights minimise
 
     seconds(p) + λ · increases · p - τ · entropy(p),
 
@@ -26,19 +27,21 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.real_numbers import whole_number
 from diffshard.bilevel_search.inputs import check_key
+from diffshard.bilevel_search.relaxed_formats import entropy_of, mean_or_0, relaxed_within, rows_of
 from diffshard.front_end import search
 from diffshard.sharding_search.call import array_types, bound_arguments, call_of, split
 from diffshard.sharding_search.format_losses import MeasuredLosses, flat_calls
 from diffshard.sharding_search.format_rounds import stand_ins
 from diffshard.sharding_search.format_search import first_start
 from diffshard.sharding_search.looks import FlatCall
-from diffshard.sharding_search.number_formats import Formats, ProductGroup, offered_groups
+from diffshard.sharding_search.number_formats import Formats, ProductGroup, check_formats, offered_groups
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
@@ -49,10 +52,10 @@ from search_spaces.sharding.base import FormatKey
 from search_spaces.sharding.format_gains import gains_together_s
 
 LOOK_EVERY = 8
-"""Updates from one look ahead to the next, in steps of a look. A look takes about four times as long as its steps, so
-that an update takes half as long again as a step."""
-_BISECTIONS = 60
-"""Of the price of the loss: enough for all digits of a double."""
+"""Updates from one look ahead to the next, in steps of a look. A look takes about four times as long as its steps, and
+so half as long as the updates between two."""
+_LEAST_SHARE = 1e-6
+"""The share of the limit that is left where arrays that memory needs in fewer bits take all of it."""
 
 
 class StepState(NamedTuple):
@@ -62,9 +65,9 @@ class StepState(NamedTuple):
       arrays: the state of the training, by the numbers of the flat arguments, with residuals of formats.
       window: the batches of the last validation steps, by the numbers of the flat arguments.
       slopes: `[groups]` float64, the sum of what looks ahead have measured.
-      num_looks: `[groups]` how many have measured each.
+      num_looks: `[groups]` the number of looks that have measured each.
       step: how many updates were made.
-      key: of the draws.
+      key: the random key from which formats are drawn.
     """
 
     arrays: Mapping[int, Any]
@@ -84,8 +87,8 @@ class StepMetrics(NamedTuple):
       loss_increase: what the relaxed choice is predicted to add to the loss of a whole training.
       cost_ratio: seconds of a step of the relaxed choice over those of the exact one, with the shardings of that one.
       entropy: of the rows of weights, as a share of that of uniform ones: 0 is decided.
-      has_looked: whether it took a look ahead.
-      refused: its loss was not finite, so that the state of the training stayed what it was.
+      has_looked: whether it took a look ahead whose loss and slopes are finite; others do not count.
+      refused: its loss or the new state was not finite, so that the state of the training stayed what it was.
     """
 
     train_loss: float
@@ -113,14 +116,21 @@ class _Begun(NamedTuple):
     """What is known once there are arguments.
 
     Attributes:
+      kinds: the structure and types of the arguments, of the function that trains and of the planned one.
+      measured: options of the function that trains.
+      planned_args: those that the other is planned for.
       batch_positions: of the positional arguments that no result replaces.
       args: those that `init` was called with.
       batch: the numbers of the flat arguments in these.
       rows: `[groups]` equal for formats of the same operations.
+      losses: of the function that trains.
+      groups: of the planned one.
       gains_s: `[groups]` what each saves of a step, with the shardings of the fastest exact one.
       kept: `[groups]` of arrays that the memory limit needs in fewer bits, whatever the loss says.
+      exact_s: seconds of the fastest exact step.
     """
 
+    kinds: Any
     measured: Options
     planned_args: tuple[Any, ...]
     args: tuple[Any, ...]
@@ -134,7 +144,7 @@ class _Begun(NamedTuple):
     exact_s: float
 
 
-class StepSearch:
+class TrainingSearch:
     """A bilevel search of a training step's number formats: `init`, `update` and `finish`; made by `bilevel`."""
 
     def __init__(
@@ -154,10 +164,11 @@ class StepSearch:
         self._options = self._planned_by({}).options
         self._begun: _Begun | None = None
 
-    def with_limit(self, max_loss_increase: float) -> "StepSearch":
+    def with_limit(self, max_loss_increase: float) -> "TrainingSearch":
         """Returns the search within another limit on the loss; what is known of its arguments is not found again."""
         other = copy.copy(self)
         other._formats = replace(self._formats, max_loss_increase=max_loss_increase)
+        check_formats(replace(other._formats, increases={}), self._options.hardware)
         return other
 
     def init(self, key: jax.Array, *args: Any, planned_for: Sequence[Any] | None = None) -> StepState:
@@ -181,7 +192,16 @@ class StepSearch:
             raise ValueError(
                 f"`planned_for` is for the function beside `Formats.measured_fn`, {which}: give both or neither."
             )
-        begun = self._begun or self._begin(args, args if planned_for is None else tuple(planned_for))
+        planned_args = args if planned_for is None else tuple(planned_for)
+        measured = self._options
+        if self._formats.measured_fn is not None:
+            one = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,))
+            fn = self._formats.measured_fn
+            measured = replace(measured, fn=fn, mesh=one, in_shardings=None, memory_limit_bytes=np.inf)
+        kinds = _kind_of(measured, args), _kind_of(self._options, planned_args)
+        if self._begun is None or self._begun.kinds != kinds:
+            self._begun = self._begin(measured, args, planned_args, kinds)
+        begun = self._begun
         (first,) = flat_calls(begun.measured, begun.losses.types, "init", [args])
         zeros = np.zeros(len(begun.groups))
         return StepState(
@@ -210,7 +230,9 @@ class StepSearch:
         drawn = _drawn(begun, relaxed.weights, own_key)
         products = stand_ins(begun.losses, begun.groups, drawn)
         arrays, (loss,) = begun.losses.run(state.arrays, [self._flat("train_batch", train_batch)], products)
-        refused = not np.isfinite(loss)
+        after = {i: arrays[i] for i in state.arrays if i in arrays and i >= 0}
+        before = {i: state.arrays[i] for i in after}
+        refused = not np.isfinite(loss) or bool(np.any(_are_finite(before) & ~_are_finite(after)))
         validation = self._flat("val_batch", val_batch)
         batch = {i: validation[i] for i in begun.batch}
         window = (*state.window, batch)[-self._formats.steps :]
@@ -222,16 +244,18 @@ class StepSearch:
             state.step + 1,
             key,
         )
+        increase = _increase(self._increases(state), relaxed.weights)
         looks = len(window) == self._formats.steps and (state.step - self._formats.steps) % self._every == 0
+        before_look = state.num_looks
         if looks and not refused:
             state = self._looked(state, products)
         return state, StepMetrics(
             float(loss),
             len(drawn),
-            _increase(self._increases(state), relaxed.weights),
+            increase,
             1.0 - float(relaxed.weights @ begun.gains_s) / begun.exact_s,
-            _entropy(relaxed.weights, begun.rows),
-            looks and not refused,
+            entropy_of(relaxed.weights, begun.rows),
+            bool(np.any(state.num_looks != before_look)),
             refused,
         )
 
@@ -239,10 +263,10 @@ class StepSearch:
         """Returns the relaxed choice of a state: rows of softmax weights."""
         begun, increases = self._known, self._increases(state)
         gains_s = np.where(np.isfinite(increases) & (begun.gains_s > 0), begun.gains_s, -np.inf)
-        temperature_s = _mean_or_0(begun.gains_s[begun.gains_s > 0]) / np.sqrt(1.0 + np.max(state.num_looks, initial=0))
-        weights, price_s = relaxed_within(
-            gains_s, increases, self._formats.max_loss_increase, temperature_s, begun.rows
-        )
+        temperature_s = mean_or_0(begun.gains_s[begun.gains_s > 0]) / np.sqrt(1.0 + np.max(state.num_looks, initial=0))
+        taken = _increase(increases, begun.kept)  # by what memory needs
+        limit = max(self._formats.max_loss_increase - taken, _LEAST_SHARE * self._formats.max_loss_increase)
+        weights, price_s = relaxed_within(gains_s, increases, limit, temperature_s, begun.rows)
         return RelaxedFormats(np.maximum(weights, begun.kept), price_s)
 
     def increases(self, state: StepState) -> dict[str, float]:
@@ -264,8 +288,8 @@ class StepSearch:
         begun, increases = self._known, self.increases(state)
         if not increases:
             raise ValueError(
-                f"No look ahead was taken in {state.step} updates, so that nothing is known of the loss: the first one "
-                f"comes with update {self._formats.steps} (`Formats.steps`)."
+                f"No look ahead with a finite loss was taken in {state.step} updates, so that nothing is known of the "
+                f"loss: the first one comes with update {self._formats.steps} (`Formats.steps`)."
             )
         plan = self._planned_by(increases).plan(*begun.planned_args)
         return plan, self.trained(state)
@@ -283,7 +307,7 @@ class StepSearch:
         assert isinstance(step, PlannedFunction)
         return step
 
-    def _begin(self, args: tuple[Any, ...], planned_args: tuple[Any, ...]) -> _Begun:
+    def _begin(self, measured: Options, args: tuple[Any, ...], planned_args: tuple[Any, ...], kinds: Any) -> _Begun:
         """Traces the functions, and finds the fastest exact step and what groups gain there."""
         options, formats = self._options, self._formats
         request = _request(options, planned_args)
@@ -291,10 +315,8 @@ class StepSearch:
             raise ValueError(
                 "`formats` need an explicit program, and the function has operations that cannot be in one."
             )
-        measured, traced, space = options, request.traced_function, request.space
+        traced, space = request.traced_function, request.space
         if formats.measured_fn is not None:
-            one = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,))
-            measured = replace(options, fn=formats.measured_fn, mesh=one, in_shardings=None, memory_limit_bytes=np.inf)
             traced = trace_call(measured, call_of(measured, args, {}))
             space = space_of(measured, traced)
         losses = MeasuredLosses(
@@ -309,24 +331,29 @@ class StepSearch:
         call = traced.call
         replaced = {call.numbers[argument] for argument in traced.graph.feedback if argument is not None}
         groups = tuple(group for group in offered_groups(request.space, formats) if group.name in losses.groups)
+        if not groups:
+            name, hardware = options.function_name, options.hardware.name
+            raise ValueError(
+                f"No format of `Formats` gains time for {name} on {hardware}, or none of its operations has a name "
+                "that `Formats.measured_fn` has: there is nothing to choose. Give other formats."
+            )
         start = first_start(request, groups, options.deadline())
         offered = request.space.with_formats({key: 0.0 for group in groups for key in sorted(group.members)})
         gains = gains_together_s(offered, start.choice)
-        places = [(group.kind, group.vertices[0].index) for group in groups]
-        self._begun = _Begun(
+        return _Begun(
+            kinds,
             measured,
             planned_args,
             args,
-            tuple(i for i in range(len(args)) if i not in replaced),
+            tuple(sorted(set(call.numbers) - replaced)),
             frozenset(i for i, number in enumerate(call.numbers) if number not in replaced),
             losses,
             groups,
-            np.array([places.index(place) for place in places], np.int64),
+            rows_of(groups),
             np.array([sum(max(0.0, gains[member]) for member in group.members) for group in groups]),
             np.array([bool(group.members & start.kept) for group in groups], float),
             step_s(request.space.predict(start.choice.tolist())),
         )
-        return self._begun
 
     @property
     def _known(self) -> _Begun:
@@ -342,20 +369,25 @@ class StepSearch:
             raise ValueError(f"`{name}` must be a tuple of {len(begun.batch_positions)} arguments, not {len(values)}.")
         for position, value in zip(begun.batch_positions, values, strict=True):
             args[position] = value
-        return flat_calls(begun.measured, begun.losses.types, name, [tuple(args)])[0]
+        flat = flat_calls(begun.measured, begun.losses.types, name, [tuple(args)])[0]
+        if _kind_of(begun.measured, tuple(args)) != begun.kinds[0]:
+            raise ValueError(f"`{name}` has another structure, or other constants, than the arguments of `init`.")
+        return flat
 
     def _looked(self, state: StepState, products: frozenset[FormatKey]) -> StepState:
         """Returns the state with the slopes of a look: the first one is at all groups, others at a part of them."""
-        begun, slopes, num_looks = self._known, state.slopes.copy(), state.num_looks.copy()
+        begun, slopes, num_looks = self._known, np.array(state.slopes, float), np.array(state.num_looks, np.int64)
         places = range(len(begun.losses.types))
         calls = [[{**state.arrays, **batch}[i] for i in places] for batch in state.window]
         parts = begun.losses.parts([begun.losses.groups[group.name] for group in begun.groups])
         numbers = {group.name: number for number, group in enumerate(begun.groups)}
-        taken = sum(num_looks[numbers[part[0].name]] for part in parts)
-        for part in parts if taken == 0 else [parts[taken % len(parts)]]:
+        number = (int(state.step) - self._formats.steps) // self._every
+        for part in parts if number == 0 else [parts[number % len(parts)]]:
             own = begun.losses.half_way_slopes(products, part, state.arrays, calls)
+            if not np.all(np.isfinite(own)):
+                continue
             for group, slope in zip(part, own, strict=True):
-                slopes[numbers[group.name]] += slope if np.isfinite(slope) else np.inf
+                slopes[numbers[group.name]] += slope
                 num_looks[numbers[group.name]] += 1
         return state._replace(slopes=slopes, num_looks=num_looks)
 
@@ -363,41 +395,6 @@ class StepSearch:
         """Returns `[groups]` what each adds to the loss of a whole training; NaN where no look was taken."""
         with np.errstate(invalid="ignore", divide="ignore"):
             return np.maximum(self._formats.factor * state.slopes / state.num_looks, 0.0)
-
-
-def relaxed_within(
-    gains_s: np.ndarray, increases: np.ndarray, limit: float, temperature_s: float, rows: np.ndarray
-) -> tuple[np.ndarray, float]:
-    """Returns the weights of formats with the least seconds less entropy whose mean increase is within a limit.
-
-    Args:
-      gains_s: `[groups]` seconds; -inf for those that are never chosen.
-      increases: `[groups]` of the loss, 0 or more; those of groups that are never chosen may be anything.
-      temperature_s: of the entropy, seconds.
-      rows: `[groups]` numbers of the rows: equal for formats of the same operations, of which one at most is taken.
-
-    Returns:
-      `[groups]` weights, and the price of the loss, seconds for a unit.
-    """
-    increases = np.where(np.isfinite(gains_s), increases, 0.0)
-
-    def at(price_s: float) -> np.ndarray:
-        scores = (gains_s - price_s * increases) / max(temperature_s, np.finfo(float).tiny)
-        most = np.zeros(len(rows))
-        np.maximum.at(most, rows, scores)
-        weights, exact = np.exp(scores - most[rows]), np.exp(-most)
-        np.add.at(exact, rows, weights)
-        return weights / exact[rows]
-
-    low, high = 0.0, 0.0
-    if at(0.0) @ increases > limit:
-        high = max(float(np.max(gains_s)), temperature_s) / limit
-        while at(high) @ increases > limit:
-            low, high = high, 2 * high
-    for _ in range(_BISECTIONS if high else 0):
-        middle = (low + high) / 2
-        low, high = (middle, high) if at(middle) @ increases > limit else (low, middle)
-    return at(high), high
 
 
 def _drawn(begun: _Begun, weights: np.ndarray, key: jax.Array) -> frozenset[FormatKey]:
@@ -415,18 +412,17 @@ def _increase(increases: np.ndarray, weights: np.ndarray) -> float:
     return float(np.sum(np.where(weights > 0, weights * np.nan_to_num(increases), 0.0)))
 
 
-def _entropy(weights: np.ndarray, rows: np.ndarray) -> float:
-    """Returns the mean entropy of rows as a share of that of uniform ones."""
-    shares = []
-    for row in np.unique(rows):
-        own = weights[rows == row]
-        p = np.clip(np.array([1.0 - own.sum(), *own]), 0.0, 1.0)
-        shares.append(-np.sum(p * np.log(np.where(p > 0, p, 1.0))) / np.log(len(p)))
-    return _mean_or_0(np.array(shares))
+def _kind_of(options: Options, args: tuple[Any, ...]) -> Any:
+    """Returns the structure and the types of arguments, on which the traced function depends."""
+    arrays, structure = split(bound_arguments(options, args, {}))
+    return structure, array_types(arrays)
 
 
-def _mean_or_0(values: np.ndarray) -> float:
-    return float(np.mean(values)) if len(values) else 0.0
+@jax.jit
+def _are_finite(arrays: Any) -> jax.Array:
+    """Returns for each array of a pytree whether all of its numbers are finite."""
+    leaves = [x for x in jax.tree.leaves(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.array([jnp.all(jnp.isfinite(x)) for x in leaves], bool)
 
 
 def _request(options: Options, args: tuple[Any, ...]) -> PlanRequest:

@@ -5,6 +5,7 @@ is `diffshard.sharding_search.plan.Plan`.
 """
 
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -284,12 +285,12 @@ class PlannedFormats:
 
     @property
     def measured_error(self) -> float | None:
-        """The standard error of a measured increase, pooled over all trials; None where none is known.
+        """The standard error of a measured increase, the median over all trials; None where none is known.
 
-        Of two runs alone an error is hardly known, but noise is that of the training, much the same for all trials.
+        Of two runs alone an error is hardly known, but noise is that of the training, much the same for most trials.
         """
-        squares = [trial.measured_error**2 for trial in self.trials if trial.measured_error]
-        return math.sqrt(sum(squares) / len(squares)) if squares else None
+        errors = [trial.measured_error for trial in self.trials if trial.measured_error]
+        return statistics.median(errors) if errors else None
 
     @property
     def more_runs(self) -> float:

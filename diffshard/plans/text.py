@@ -150,9 +150,9 @@ def noise_words(formats: PlannedFormats) -> str:
     if not 1 < formats.more_runs < math.inf:
         return ""
     return (
-        f"Noise hides the limit: an increase is measured to ± {formats.measured_error:.1g}, by all of these together, "
+        f"Noise hides the limit: an increase is measured to ± {formats.measured_error:.1g}, in the median of these, "
         f"and {formats.max_loss_increase:g} may be added. What is within it is partly chance. About "
-        f"{math.ceil(formats.more_runs)} times as many runs, or longer ones, would tell."
+        f"{math.ceil(formats.more_runs)} times as much measuring, or longer runs, would tell."
     )
 
 

@@ -39,7 +39,7 @@ def exchangeable(graph: Graph) -> list[Vertex]:
             (value,) = vertex.results
             is_read = follows[vertex.index] and any(is_contraction(reader) for reader, _ in consumers[value.id])
             is_end = is_read or is_contraction(vertex) or vertex.primitive in _MOVES
-            if is_end and len(value.shape) > 1 and value.id not in outputs:
+            if is_end and len(value.shape) > 1 and 0 not in value.shape and value.id not in outputs:
                 found.append(vertex)
     return found
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 import diffshard
-from diffshard.bilevel_search.step_formats import relaxed_within
+from diffshard.bilevel_search.relaxed_formats import relaxed_within
 
 ROWS, WIDTH, STEPS = 16, 16, 2
 
@@ -121,7 +122,7 @@ def test_relaxed_weights_are_the_least_of_seconds_less_entropy_within_the_limit(
     draw = np.random.default_rng(seed)
     rows = np.array([0, 1, 0, 2, 1, 2])
     gains, increases, temperature = draw.uniform(0, 2, 6), draw.uniform(0, 1, 6), 0.4
-    limit = 0.5 * relaxed_within(gains, increases, 1e9, temperature, rows)[0] @ increases
+    limit = 0.5 * float(relaxed_within(gains, increases, 1e9, temperature, rows)[0] @ increases)
 
     def cost(weights):
         exact = 1 - np.array([weights[rows == row].sum() for row in range(3)])
@@ -130,7 +131,7 @@ def test_relaxed_weights_are_the_least_of_seconds_less_entropy_within_the_limit(
 
     weights, price = relaxed_within(gains, increases, limit, temperature, rows)
     assert price > 0
-    assert weights @ increases == pytest.approx(limit, rel=1e-9)
+    assert float(weights @ increases) == pytest.approx(float(limit), rel=1e-9)
     for _ in range(3000):
         other = np.clip(weights + draw.normal(0, draw.choice([0.1, 0.01, 0.001]), 6), 1e-9, 1.0)
         if other @ increases <= limit and all(other[rows == row].sum() < 1 for row in range(3)):
@@ -155,23 +156,66 @@ def test_a_narrow_step_trains_in_the_place_of_the_one_that_is_planned():
     assert trained["first"].shape == (WIDTH, WIDTH)
 
 
+def test_a_state_that_stops_being_finite_is_refused_although_the_loss_is_finite():
+    def broken(params, batch):
+        after, loss = train_step(params, batch)
+        return jax.tree.map(lambda p: jnp.where(batch[1][0, 0] > 50, jnp.nan, p), after), loss
+
+    searching = search(1.0, fn=broken)
+    state = searching.init(jax.random.key(0), params(), batch(0))
+    bad = batch(0)[0], batch(0)[1].at[0, 0].set(100.0)
+    after, metrics = searching.update(state, bad, batch(1))
+    assert math.isfinite(metrics.train_loss)
+    assert metrics.refused
+    jax.tree.map(np.testing.assert_array_equal, searching.trained(after), searching.trained(state))
+    assert not searching.update(after, batch(2), batch(3))[1].refused
+
+
+def test_a_look_that_is_not_finite_does_not_count(free):
+    searching, states, _ = free
+    endless = jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), batch(0))
+    state = states[STEPS + 1]  # the next update looks
+    after, metrics = searching.update(state, batch(STEPS + 1), endless)
+    assert not metrics.has_looked
+    assert not metrics.refused
+    np.testing.assert_array_equal(after.num_looks, state.num_looks)
+    assert np.all(np.isfinite(after.slopes))
+
+
+def test_a_state_of_arrays_of_jax_goes_on(free):
+    searching, states, _ = free
+    state = jax.tree.map(jnp.asarray, states[STEPS + 1])
+    after, metrics = searching.update(state, batch(STEPS + 1), batch(101 + STEPS))
+    assert metrics.has_looked
+    np.testing.assert_allclose(after.slopes, states[STEPS + 2].slopes, rtol=1e-5)
+
+
+def test_another_limit_needs_no_other_search_and_is_checked(free):
+    searching, states, _ = free
+    assert searching.with_limit(1e-12).relaxed(states[-1]).weights.sum() < searching.relaxed(states[-1]).weights.sum()
+    for limit in (0.0, -0.1, math.nan):
+        with pytest.raises(ValueError, match=r"`Formats.max_loss_increase` must be a positive number"):
+            searching.with_limit(limit)
+
+
 def test_what_cannot_be_is_said_before_anything_trains(free):
     searching, states, _ = free
     with pytest.raises(TypeError, match=r"`formats` is for a training step.*`max_loss_increase`"):
         diffshard.bilevel(
             train_step, jax.make_mesh((1,), ("x",)), formats=diffshard.formats.Formats(1.0), max_loss_increase=1.0
         )
+    bilevel: Any = diffshard.bilevel
     with pytest.raises(TypeError, match="needs `space`, or `formats`"):
-        diffshard.bilevel(train_step, jax.make_mesh((1,), ("x",)))
-    with pytest.raises(TypeError, match="`hardware` is an option of `search`"):
-        diffshard.bilevel(train_step, jax.make_mesh((1,), ("x",)), hardware="h100")
+        bilevel(train_step, jax.make_mesh((1,), ("x",)))
+    with pytest.raises(TypeError, match="`hardware` is no option for a `space`"):
+        bilevel(train_step, jax.make_mesh((1,), ("x",)), hardware="h100")
     with pytest.raises(ValueError, match="`choice_every` must be 1 or more, not 0"):
         search(1.0, every=0)
     with pytest.raises(ValueError, match=r"`Formats.increases` is for `search`"):
         search(1.0, increases={"a": 1.0})
     with pytest.raises(ValueError, match="call `init"):
         search(1.0).update(states[0], batch(0), batch(1))
-    with pytest.raises(ValueError, match="No look ahead was taken in 0 updates"):
+    with pytest.raises(ValueError, match="No look ahead with a finite loss was taken in 0 updates"):
         searching.finish(states[0])
     with pytest.raises(TypeError, match=r"give arrays and no `jax.ShapeDtypeStruct`"):
         searching.init(jax.random.key(0), *jax.eval_shape(lambda: (params(), batch(0))))

@@ -136,7 +136,7 @@ def test_noise_that_hides_the_limit_is_told_with_how_many_more_runs_would_not(mo
     assert plan.formats.measured_error == pytest.approx(error)
     assert plan.formats.more_runs == pytest.approx((2 * error / limit) ** 2)
     words = " ".join(str(plan).split())
-    assert ("0.85 may be added. What is within it is partly chance. About 2 times as many runs" in words) == hides
+    assert ("0.85 may be added. What is within it is partly chance. About 2 times as much measuring" in words) == hides
     assert ("Noise hides the limit" in plan.html()) == hides
 
 

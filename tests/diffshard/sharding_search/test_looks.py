@@ -94,7 +94,7 @@ def looping_step(params, batch):
 def test_what_cannot_be_differentiated_again_is_an_error_that_names_the_other_way():
     calls = [({"head": params["head"]}, batch) for params, batch in calls_of(3, 2)]
     losses = losses_of(diffshard.formats.Formats(1.0, calls=calls, steps=2, increases_by="gradients"), looping_step)
-    with pytest.raises(ValueError, match=r'increases_by` = "gradients" needs. Take "looks"'):
+    with pytest.raises(ValueError, match=r'increases_by` = "gradients" and `bilevel` need. Take "looks"'):
         losses.increases_at(frozenset(), list(losses.groups.values()))
 
 
