@@ -1,7 +1,8 @@
 # Every target sets itself up: a machine with Python 3.11+ and pip is enough.
 #   make demo   search, explain and run a GPT training step on 8 host devices
-#   make test   the test suite
+#   make test   the test suite without its longest tests
 #   make test-fast   its quick tests, for while one writes
+#   make test-all   everything, longer experiments too
 #   make lint   ruff, pyright, and a strict build of the documentation
 #   make docs   the documentation as a site; open site/index.html
 
@@ -17,16 +18,20 @@ MKDOCS = NO_MKDOCS_2_WARNING=1 PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mkdocs bui
 
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test test-fast lint docs format clean
+.PHONY: demo test test-fast test-all lint docs format clean
 
 demo: $(STAMP)
 	$(BIN)/python -m experiments.demo
 
+# Seconds of a test function, with all its parameters, when tests/seconds.txt was written.
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --at-most 2
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS) --fast
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --at-most 0.2
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

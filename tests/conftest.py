@@ -1,11 +1,13 @@
 """Eight host devices and a compilation cache for every test, set before JAX is imported; fewer garbage collections.
 
-With `--fast` the tests that `tests/slow_tests.txt` names are left out; `--list-slow` writes this file in a run of all.
+With `--at-most S` the tests that take more than S seconds of a processor by `tests/seconds.txt` are left out;
+`--write-seconds` writes this file in a run of all.
 """
 
 import collections
 import gc
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -19,9 +21,11 @@ _FLAGS = {
     "--xla_cpu_parallel_codegen_split_count": "1",
     "--xla_backend_extra_options": "xla_cpu_disable_new_fusion_emitters",
 }
-_SLOW_TESTS = Path(__file__).with_name("slow_tests.txt")
-_SLOW_S = 0.5  # of a test function with all its parameters; what is left takes a minute and a half on two cores
+_SECONDS = Path(__file__).with_name("seconds.txt")
+_LEAST_S = 0.1  # of a test function with all its parameters, that is worth a line
 _CACHE = Path(__file__).resolve().parents[1] / ".cache" / "jax"
+
+_BEGIN = pytest.StashKey[float]()
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 for flag, value in _FLAGS.items():
@@ -43,35 +47,64 @@ def pytest_collection_finish() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds options of this suite."""
-    parser.addoption("--fast", action="store_true", help=f"leave out the tests that {_SLOW_TESTS.name} lists")
-    parser.addoption("--list-slow", action="store_true", help=f"write {_SLOW_TESTS.name}; takes a run of all tests")
+    parser.addoption("--at-most", type=float, metavar="S", help=f"leave out tests of more seconds by {_SECONDS.name}")
+    parser.addoption("--write-seconds", action="store_true", help=f"write {_SECONDS.name}; takes a run of all tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Adds up what tests take, in the process that gets all reports."""
-    if config.getoption("--list-slow") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_SlowTests())
+    if config.getoption("--write-seconds") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Seconds())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Notes what the process had computed before a test."""
+    item.stash[_BEGIN] = _processor_s()
+    return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """Adds the seconds of a processor to the last report of a test: machines differ less in these."""
+    if call.when == "teardown":
+        item.user_properties.append(("processor_s", _processor_s() - item.stash[_BEGIN]))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves slow tests out where the fast ones are asked for."""
-    if config.getoption("--fast"):
-        slow = set(_SLOW_TESTS.read_text().splitlines())
-        config.hook.pytest_deselected(items=[item for item in items if _function(item.nodeid) in slow])
-        items[:] = [item for item in items if _function(item.nodeid) not in slow]
+    """Leaves tests out that take longer than is asked for."""
+    most_s = config.getoption("--at-most")
+    if most_s is not None:
+        long = {name for name, seconds in _known_seconds().items() if seconds > most_s}
+        config.hook.pytest_deselected(items=[item for item in items if _function(item.nodeid) in long])
+        items[:] = [item for item in items if _function(item.nodeid) not in long]
 
 
-class _SlowTests:
-    """Writes the functions of tests that take long."""
+class _Seconds:
+    """Writes the seconds of test functions that take long."""
 
     def __init__(self):
         self.seconds = collections.defaultdict[str, float](float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[_function(report.nodeid)] += report.duration
+        seconds = dict(report.user_properties).get("processor_s", 0.0)
+        assert isinstance(seconds, float)
+        self.seconds[_function(report.nodeid)] += seconds
 
     def pytest_sessionfinish(self) -> None:
-        _SLOW_TESTS.write_text("".join(f"{name}\n" for name, s in sorted(self.seconds.items()) if s > _SLOW_S))
+        lines = (f"{s:6.1f} {name}\n" for name, s in sorted(self.seconds.items()) if s > _LEAST_S)
+        _SECONDS.write_text("".join(lines))
+
+
+def _known_seconds() -> dict[str, float]:
+    """Returns the seconds of the functions of tests that take long."""
+    lines = (line.split() for line in _SECONDS.read_text().splitlines())
+    return {name: float(seconds) for seconds, name in lines}
+
+
+def _processor_s() -> float:
+    """Returns the seconds of a processor that this process and those that it has waited for have taken."""
+    return sum(os.times()[:4])
 
 
 def _function(test: str) -> str:

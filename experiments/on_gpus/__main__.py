@@ -43,7 +43,7 @@ from experiments.on_gpus.report import print_report
 EXPECTED_MINUTES = {"environment": 0.5, "hardware": 3.0, "products": 2.0, "run": 2.0}
 """What each part is guessed to take on 8 GPUs: compiling four layers for them takes under a minute on a CPU, planning a
 quarter. No GPU has run it; the limit of each part is what can be relied on."""
-_SMALL = {"matrix_size": 128, "largest_bytes": 2**15, "repeats": 2, "rounds": 2, "steps": 1, "search_s": 5.0}
+_SMALL = {"matrix_size": 128, "largest_bytes": 2**15, "repeats": 2, "rounds": 2, "steps": 1, "search_s": 30.0}
 Measure = Callable[[dict[str, Any], float], Iterator[Record]]
 
 
