@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from cost.real_numbers import whole_number
 from diffshard.bilevel_search.inputs import check_key
@@ -47,7 +47,7 @@ from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.step_objective import step_s
-from diffshard.sharding_search.tracing import space_of, trace_call
+from diffshard.sharding_search.tracing import measured_options, space_of, trace_call
 from search_spaces.sharding.base import FormatKey
 from search_spaces.sharding.format_gains import gains_together_s
 
@@ -193,11 +193,7 @@ class TrainingSearch:
                 f"`planned_for` is for the function beside `Formats.measured_fn`, {which}: give both or neither."
             )
         planned_args = args if planned_for is None else tuple(planned_for)
-        measured = self._options
-        if self._formats.measured_fn is not None:
-            one = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,))
-            fn = self._formats.measured_fn
-            measured = replace(measured, fn=fn, mesh=one, in_shardings=None, memory_limit_bytes=np.inf)
+        measured = measured_options(self._options)
         kinds = _kind_of(measured, args), _kind_of(self._options, planned_args)
         if self._begun is None or self._begun.kinds != kinds:
             self._begun = self._begin(measured, args, planned_args, kinds)

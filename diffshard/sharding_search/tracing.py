@@ -155,12 +155,19 @@ def trace_function(options: Options, args: Sequence[Any], kwargs: Mapping[str, A
 
 def traced_measured_function(options: Options) -> tuple[Options, TracedFunction]:
     """Returns the function that formats measure in the place of the searched one, with options of its own."""
-    formats, one = options.formats, AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,))
+    formats = options.formats
     assert formats is not None
-    assert formats.measured_fn is not None
-    options = replace(options, fn=formats.measured_fn, mesh=one, in_shardings=None, memory_limit_bytes=math.inf)
     first = formats.calls[0] if formats.calls else formats.validation_runs[0][0]
+    options = measured_options(options)
     return options, trace_function(options, first)
+
+
+def measured_options(options: Options) -> Options:
+    """Returns the options of the function by which formats are measured: the searched one, or one in its place."""
+    if options.formats is None or options.formats.measured_fn is None:
+        return options
+    fn, one = options.formats.measured_fn, AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,))
+    return replace(options, fn=fn, mesh=one, in_shardings=None, memory_limit_bytes=math.inf)
 
 
 def trace_call(options: Options, call: Call, report_lost: ReportLostChanges = warn_of_lost_changes) -> TracedFunction:

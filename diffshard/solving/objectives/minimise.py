@@ -47,8 +47,8 @@ _FEWEST_PROBLEMS, _MOST_PROBLEMS, _MOST_NODES = 3, 100, 1500
 """Tangents that are solved at least and at most where no time limit says so, and the nodes of those between, so that
 large problems stay fast. On steps that links bound 8 led to as good plans as 80."""
 _MOST_FRUITLESS, _PROGRESS = 6, 0.01
-"""The search ends after so many tangents in a row that close less than this share of the gap. What is left then comes
-from choices being whole, and each level of branches closes little of it."""
+"""The search ends once this many tangents in a row have together closed less than this share of the gap. What remains
+is there because choices are whole, and each level of branches closes little of it."""
 _SETTLED = 1e-6
 """A mixture is optimal where the cheapest choice under its tangent gains less than this relative to its cost."""
 _WHOLE = 1e-6

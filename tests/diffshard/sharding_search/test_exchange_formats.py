@@ -15,21 +15,10 @@ from diffshard.sharding_search.format_losses import MeasuredLosses
 from diffshard.sharding_search.number_formats import all_groups
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import space_of, trace_function
+from tests.search_spaces.sharding.test_coded_exchanges import experts_step as train_step
 
 DEVICES, WIDTH = 4, 16
 FORWARD, BACKWARD = "loss_of forward exchanged in int8", "loss_of backward exchanged in int8"
-
-
-def train_step(params, x):
-    """Each group of tokens, on one device, has a slot of each expert, on another one."""
-
-    def loss_of(params):
-        sent = jnp.tanh(jnp.einsum("gem,mn->gen", x, params["before"]))
-        inside = jnp.tanh(jnp.einsum("gen,enh->geh", sent, params["experts"]))
-        return jnp.mean((jnp.einsum("geh,hm->gem", inside, params["after"]) - x) ** 2)
-
-    loss, gradients = jax.value_and_grad(loss_of)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
 
 
 def arguments(seed=0):
