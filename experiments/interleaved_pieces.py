@@ -40,7 +40,7 @@ from experiments.timeline_descent import searched
 from experiments.timeline_models import CASES
 from search_spaces.pipelines.batch_states import Split
 from search_spaces.pipelines.microbatches import MicrobatchedFunction, combined_with, merged
-from search_spaces.rematerialisation.regions import remat_equation_results
+from search_spaces.rematerialisation.program import remat_equation_results
 from search_spaces.replay import REMAT, bind, context_of, scan_again, scan_operands
 from search_spaces.sharding.graph import Graph, Region, Value, leads_to_contraction
 from search_spaces.sharding.interpreter import Environment

@@ -43,8 +43,7 @@ from diffshard.solving.solve import DEFAULT_SOLVER
 from diffshard.solving.solvers import gradient
 from search_spaces.rematerialisation.choices import Network, RematChoice, relaxed_problem
 from search_spaces.rematerialisation.offloading import HostLink, offloadable, offloading
-from search_spaces.rematerialisation.passes import Passes, passes_of
-from search_spaces.rematerialisation.regions import regions_of_choice
+from search_spaces.rematerialisation.passes import Passes, passes_of, regions_of
 from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.spec import local_bytes
 
@@ -151,7 +150,7 @@ class _Search:
         for choice in sorted(choices, key=lambda c: (c.seconds, c.kept_bytes)):
             largest = 0.0
             for one in self.passes:
-                for region in regions_of_choice(one, choice.recomputed):
+                for region in regions_of(one, choice.recomputed):
                     sizes = [network.bytes[v.id] / one.length for v in region.outputs]
                     largest = max(largest, sum(size for size in sizes if np.isfinite(size)))
             if choice.kept_bytes + largest < least or not best:

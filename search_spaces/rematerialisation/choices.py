@@ -37,7 +37,6 @@ from search_spaces.rematerialisation.passes import (
     Step,
     backward_reads,
     made_by,
-    results_of,
     step_key,
     values_read,
     vertices_of,
@@ -234,7 +233,7 @@ class Network(Choices):
         """Adds the steps of a forward pass, and what keeping their results takes."""
         for step in passes.forward:
             key = step_key(step)
-            results = results_of(step)
+            results = step.results
             if can_run_again(step) and key not in paired and not {v.id for v in results} & passes.pinned:
                 self.steps[key] = sum(self.step_s(v) for v in vertices_of(step))
                 read = [self._stack.get(v.id, v).id for v in values_read(step)]
@@ -269,7 +268,7 @@ class Network(Choices):
         """
         if passes.pair is not None or not passes.forward:
             return []
-        made = {v.id: i for i, step in enumerate(passes.forward) for v in results_of(step) if v.id in self.maker}
+        made = {v.id: i for i, step in enumerate(passes.forward) for v in step.results if v.id in self.maker}
         read = {v.id: i for i, step in enumerate(passes.forward) for v in values_read(step)}
         spans = [(v, made[v], read[v], self._kept_bytes(self.graph.values[v])) for v in made if v in read]
         change = np.zeros(len(passes.forward) + 1)

@@ -17,8 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from search_spaces.rematerialisation.choices import Network, RematChoice
-from search_spaces.rematerialisation.passes import Passes, Step, backward_reads, made_by, step_key, vertices_of
-from search_spaces.rematerialisation.regions import regions_of_choice
+from search_spaces.rematerialisation.passes import (
+    Passes,
+    Step,
+    backward_reads,
+    first_reads,
+    made_by,
+    regions_of,
+    step_key,
+    vertices_of,
+)
 from search_spaces.sharding.graph import Value
 
 _LEAST_SHARE = 0.01
@@ -122,14 +130,8 @@ def _arrays(
     network: Network, passes: Passes, kept: Collection[int], recomputed: frozenset[int]
 ) -> Iterator[tuple[Value, int]]:
     """Yields the kept arrays of a forward pass in order, with the place of their first reader in the backward pass."""
-    read_at: dict[int, int] = {}
-    reads = backward_reads(passes)
-    first_of = {v.id: position for position, v in reversed(reads)}
-    for region in regions_of_choice(passes, recomputed):
-        position = min(first_of[v.id] for v in region.outputs)
-        reads += [(position, value) for value in region.inputs]
-    for position, value in reads:
-        read_at[value.id] = min(position, read_at.get(value.id, position))
+    again = [(region.position, value) for region in regions_of(passes, recomputed) for value in region.inputs]
+    read_at = first_reads((*backward_reads(passes), *again))
     made = made_by(passes.forward)
     values = [v for step in passes.forward for v in step.results]
     if passes.pair is not None:

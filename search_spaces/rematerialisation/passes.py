@@ -4,12 +4,16 @@ JAX writes into the name stack of each equation which transformations made it: t
 `transpose(...)`. So a finished training step can be divided without its author's help: what is in `transpose(...)` is
 backward, what depends on none of it is forward, and the rest, such as an optimiser's update, comes after both. The two
 passes of a scan over layers are two scans; the second one reads the first one's stacked results.
+
+Steps of the forward pass that run again are divided into regions: the parts between which only kept values go.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from search_spaces.replay import REMAT
+from search_spaces.sharding.fusion import PICKS
 from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex, is_contraction
 
 Step = Vertex | Region
@@ -79,11 +83,6 @@ def values_read(step: Step) -> list[Value]:
     return [o for o in step.operands if isinstance(o, Value)]
 
 
-def results_of(step: Step) -> list[Value]:
-    """Returns the arrays that a step makes."""
-    return list(step.results)
-
-
 def is_backward(graph: Graph, step: Step) -> bool:
     """Returns whether a step belongs to a backward pass."""
     if isinstance(step, Vertex):
@@ -111,7 +110,7 @@ def _passes_of_block(graph: Graph, block: Block, ends: set[int], around: Region 
     for i, (step, is_back) in enumerate(zip(block.steps, backward, strict=True)):
         read = {v.id for v in values_read(step)}
         if is_back or read & is_after:
-            is_after.update(v.id for v in results_of(step))
+            is_after.update(v.id for v in step.results)
         if is_back:
             continue
         if i < first:
@@ -182,4 +181,127 @@ def backward_reads(passes: Passes) -> list[tuple[int, Value]]:
 
 def made_by(steps: Sequence[Step]) -> dict[int, Step]:
     """Returns the step that makes each value, by the value's id."""
-    return {value.id: step for step in steps for value in results_of(step)}
+    return {value.id: step for step in steps for value in step.results}
+
+
+@dataclass
+class RunAgain:
+    """A region of steps that run again.
+
+    Attributes:
+      inputs: what it reads.
+      outputs: what it leaves for the backward pass.
+      position: of the first step of the backward pass that reads something of it.
+      around: the loop in whose body the steps are.
+      trigger: what it waits for.
+    """
+
+    steps: list[Step]
+    inputs: list[Value]
+    outputs: list[Value]
+    position: int
+    around: Region | None
+    trigger: Value | None = None
+
+
+def first_reads(reads: Iterable[tuple[int, Value]]) -> dict[int, int]:
+    """Returns the first position at which each value is read, by the value's id."""
+    first: dict[int, int] = {}
+    for position, value in reads:
+        first[value.id] = min(position, first.get(value.id, position))
+    return first
+
+
+def regions_of(
+    passes: Passes, recomputed: frozenset[int], other_reads: Sequence[tuple[int, Value]] = ()
+) -> list[RunAgain]:
+    """Divides the steps that run again into regions between which only kept values go.
+
+    A region is a part of the forward pass that no kept value divides, such as a layer. What is made of arguments
+    without any product, such as a mask or a parameter in another type, does not join two parts to one: each computes it
+    for itself.
+
+    Args:
+      recomputed: keys of the steps that run again.
+      other_reads: what is read for the backward pass beside what `backward_reads` says, with positions in it.
+    """
+    steps = [step for step in passes.forward if step_key(step) in recomputed]
+    maker, free = made_by(steps), _free_steps(passes)
+    reads = first_reads((*backward_reads(passes), *other_reads))
+    demanded = {value: position for value, position in reads.items() if value in maker}
+    root = _joined(steps, maker, free)
+    values = {v.id: v for step in steps for v in step.results}
+    members: dict[int, list[Value]] = defaultdict(list)  # the demanded values of each region
+    for value in demanded:
+        members[root[step_key(maker[value])]].append(values[value])
+    closures = {key: _closure(outputs, maker) for key, outputs in members.items()}
+
+    def first_read(key: int) -> int:
+        return min(demanded[v.id] for v in members[key])
+
+    for key in [key for key in members if key in free]:  # what one region alone needs is left by it, if early enough
+        users = [other for other, closure in closures.items() if other != key and key in closure]
+        if len(users) == 1 and users[0] in members and first_read(users[0]) <= first_read(key):
+            members[users[0]] += members.pop(key)
+    regions = []
+    for outputs in members.values():
+        keys = _closure(outputs, maker)
+        inside = [step for step in steps if step_key(step) in keys]
+        own = {v.id for step in inside for v in step.results}
+        inputs = {v.id: v for step in inside for v in values_read(step) if v.id not in own}
+        outputs = sorted(outputs, key=lambda v: v.id)
+        position = min(demanded[v.id] for v in outputs)
+        regions.append(RunAgain(inside, list(inputs.values()), outputs, position, passes.around))
+    return regions
+
+
+def _free_steps(passes: Passes) -> set[int]:
+    """Returns the keys of steps that are made of arguments without any product, lookup or loop, such as a mask."""
+    made = made_by(passes.forward)
+    carried = set() if passes.pair is None else {c.results[0].id for c in passes.pair.forward.carries}
+    free: set[int] = set()
+    for step in passes.forward:
+        read = [v.id for v in values_read(step)]
+        is_cheap = isinstance(step, Vertex) and not is_contraction(step) and step.primitive not in PICKS
+        if is_cheap and not any(v in carried or (v in made and step_key(made[v]) not in free) for v in read):
+            free.add(step_key(step))
+    return free
+
+
+def _joined(steps: Sequence[Step], maker: Mapping[int, Step], free: set[int]) -> dict[int, int]:
+    """Returns for each step, by key, the key of the first step of its region; a free step is a region of its own."""
+    root = {step_key(step): step_key(step) for step in steps}
+
+    def find(key: int) -> int:
+        while root[key] != key:
+            key = root[key]
+        return key
+
+    for step in steps:
+        own = step_key(step)
+        others = {step_key(maker[v.id]) for v in values_read(step) if v.id in maker}
+        for other in () if own in free else others - free:
+            root[find(own)] = find(other)
+    return {key: find(key) for key in root}
+
+
+def _closure(values: Sequence[Value], maker: Mapping[int, Step]) -> set[int]:
+    """Returns the keys of the steps that run again to make some values."""
+    keys: set[int] = set()
+    waiting = [v.id for v in values]
+    while waiting:
+        value = waiting.pop()
+        if value in maker and step_key(maker[value]) not in keys:
+            keys.add(step_key(maker[value]))
+            waiting += [v.id for v in values_read(maker[value])]
+    return keys
+
+
+def goes_on_from(steps: Sequence[Step], position: int, carries: Sequence[Vertex] = ()) -> Value | None:
+    """Returns the largest array, made before a step or carried into the loop, that it, or else a later one, reads."""
+    made = {*made_by(steps[:position]), *(carry.results[0].id for carry in carries)}
+    for step in steps[position:]:
+        before = [v for v in values_read(step) if v.id in made and v.shape]
+        if before:
+            return max(before, key=lambda v: v.num_bytes)
+    return None

@@ -12,35 +12,54 @@ backward pass; both join the copy with an array that the pass goes on from (`off
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from search_spaces.rematerialisation.offloading import Offload
 from search_spaces.rematerialisation.passes import (
     Passes,
+    RunAgain,
     ScanPair,
     Step,
-    backward_reads,
-    made_by,
-    passes_of,
-    results_of,
-    step_key,
-)
-from search_spaces.rematerialisation.regions import (
-    RunAgain,
-    ScanCopies,
     goes_on_from,
-    joined,
+    passes_of,
     regions_of,
-    remat_equation_results,
-    step_context,
-    trigger_of,
+    step_key,
+    vertices_of,
 )
-from search_spaces.replay import REMAT, bind, scan_again
+from search_spaces.replay import REMAT, bind, context_of, scan_again, source_of
 from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex
+
+
+@dataclass
+class _ScanCopies:
+    """What one scan of a pair hands over to the other.
+
+    Attributes:
+      saved: values of the forward body that are stacked for the regions.
+      read: values that regions read and the backward body has anyway: by their ids those of its slices.
+      pieces: slices of the forward scan that the backward one needs, too.
+      dropped: ids of stacks that are not kept.
+      leaving: ids of values of the forward body that wait in the host's memory.
+      coming: ids of the same in the backward body.
+    """
+
+    saved: list[Value] = field(default_factory=list)
+    read: dict[int, int] = field(default_factory=dict)
+    pieces: list[Vertex] = field(default_factory=list)
+    dropped: set[int] = field(default_factory=set)
+    leaving: set[int] = field(default_factory=set)
+    coming: set[int] = field(default_factory=set)
+
+
+_NOTHING = _ScanCopies()
 
 
 class RematerialisedFunction:
@@ -58,11 +77,12 @@ class RematerialisedFunction:
         self._coming: dict[int, list[tuple[Value, Value | None]]] = defaultdict(list)
         self._before: dict[int, list[RunAgain]] = defaultdict(list)  # by the key of the step of the backward pass
         self._aliases: dict[int, list[int]] = defaultdict(list)
-        self._forward_of: dict[int, ScanCopies] = {}
-        self._backward_of: dict[int, ScanCopies] = {}
+        self._forward_of: dict[int, _ScanCopies] = {}
+        self._backward_of: dict[int, _ScanCopies] = {}
         self._outer_reads: list[tuple[int, Value]] = []  # by the key of the scan that reads it
         all_passes = passes_of(graph)
-        self._loops = {step_key(p.around) for p in all_passes if p.around is not None and p.pair is None}
+        self._loops = {step_key(p.around) for p in all_passes if p.around is not None}
+        self._loops |= {step_key(p.pair.backward) for p in all_passes if p.pair is not None}
         for passes in sorted(all_passes, key=lambda p: p.pair is None):
             self._plan(passes, recomputed)
 
@@ -79,48 +99,39 @@ class RematerialisedFunction:
     # Planning: which regions there are, and where they stand.
 
     def _plan(self, passes: Passes, recomputed: frozenset[int]) -> None:
-        steps = [step for step in passes.forward if step_key(step) in recomputed]
-        maker = made_by(steps)
-        reads = backward_reads(passes)
-        if passes.pair is None:
-            place = {step_key(step): i for i, step in enumerate(passes.backward)}
-            reads += [(place[key], value) for key, value in self._outer_reads if key in place]
-        demanded: dict[int, int] = {}
-        for position, value in reads:
-            if value.id in maker:
-                demanded[value.id] = min(position, demanded.get(value.id, position))
-        regions = regions_of(passes, steps, maker, demanded)
+        pair, place = passes.pair, {step_key(step): i for i, step in enumerate(passes.backward)}
+        outer_reads = [] if pair else [(place[key], value) for key, value in self._outer_reads if key in place]
+        regions = regions_of(passes, recomputed, outer_reads)
         for region in regions:
-            position = min(demanded[v.id] for v in region.outputs)
-            region.trigger = trigger_of(passes, position)
-            key = step_key(passes.backward[position]) if position < len(passes.backward) else -1
-            self._before[key].append(region)
-        if passes.pair is not None:
-            self._plan_scans(passes.pair, regions, maker)
+            region.trigger = goes_on_from(passes.backward, region.position, pair.backward.carries if pair else ())
+            is_inside = region.position < len(passes.backward)
+            self._before[step_key(passes.backward[region.position]) if is_inside else -1].append(region)
+        if pair is not None:
+            self._plan_scans(pair, regions, recomputed)
         else:
             self._plan_copies(passes)
 
     def _plan_copies(self, passes: Passes) -> None:
-        made = {v.id: v for step in passes.forward for v in results_of(step)}
+        made = {v.id: v for step in passes.forward for v in step.results}
         place = {step_key(step): i for i, step in enumerate((*passes.forward, *passes.backward))}
         for offload in self._offloads:
             if offload.value not in made:
                 continue
             value, gone, back = made[offload.value], place[offload.gone_before], place[offload.back_from]
-            gone_with = goes_on_from(passes.forward, gone) if gone < len(passes.forward) else None
-            self._leaving[offload.gone_before].append((value, gone_with))
-            self._coming[offload.back_from].append((value, trigger_of(passes, back - len(passes.forward))))
+            self._leaving[offload.gone_before].append((value, goes_on_from(passes.forward, gone)))
+            self._coming[offload.back_from].append((value, goes_on_from(passes.backward, back - len(passes.forward))))
 
-    def _plan_scans(self, pair: ScanPair, regions: Sequence[RunAgain], maker: Mapping[int, Step]) -> None:
-        scans = ScanCopies(pair, offloaded={offload.value for offload in self._offloads})
+    def _plan_scans(self, pair: ScanPair, regions: Sequence[RunAgain], recomputed: frozenset[int]) -> None:
+        steps, offloaded = pair.forward.blocks[0].steps, {offload.value for offload in self._offloads}
+        coming = {piece for piece, value in pair.aliases.items() if value.id in offloaded}
+        scans = _ScanCopies(leaving=offloaded, coming=offloaded | coming)
+        made_again = {v.id for step in steps if step_key(step) in recomputed for v in step.results}
         for piece in pair.backward.slices:
             value = pair.aliases.get(piece.results[0].id)
-            if value is not None and value.id in maker:
+            if value is not None and value.id in made_again:
                 scans.dropped.add(piece.operands[0].id)  # pyright: ignore[reportAttributeAccessIssue]
                 self._aliases[value.id].append(piece.results[0].id)
-        body = pair.forward.blocks[0]
-        own = {v.id: v for step in body.steps for v in results_of(step)}
-        own |= {carry.results[0].id: carry.results[0] for carry in pair.forward.carries}
+        own = {v.id for step in steps for v in step.results} | {carry.results[0].id for carry in pair.forward.carries}
         pieces = {piece.results[0].id: piece for piece in pair.forward.slices}
         slice_of = {value.id: piece for piece, value in pair.aliases.items()}
         seen: set[int] = set()
@@ -159,12 +170,7 @@ class RematerialisedFunction:
 
     def _run_step(self, env: dict[Any, Any], step: Step) -> None:
         if isinstance(step, Region):
-            key = step_key(step)
-            if key in self._forward_of:
-                return self._forward_scan(env, step, self._forward_of[key])
-            if key in self._backward_of:
-                return self._backward_scan(env, step, self._backward_of[key])
-            if key in self._loops:
+            if step_key(step) in self._loops:
                 return self._scan(env, step)
             is_remat = step.equation.primitive.name in REMAT
             outputs = step.blocks[0].outputs if is_remat else step.results
@@ -221,45 +227,19 @@ class RematerialisedFunction:
             env[value.id] = jax.device_put(array, jax.memory.Space.Device)
 
     def _scan(self, env: dict[Any, Any], region: Region) -> None:
-        """Runs a scan in whose body something runs again."""
-        stacks = [self.graph.vertices[v.vertex] for v in region.results[len(region.carries) :]]
-        self._run_scan(env, region, stacks, [], region.slices, {}, {})
-
-    def _forward_scan(self, env: dict[Any, Any], region: Region, scans: ScanCopies) -> None:
-        stacks = [self.graph.vertices[v.vertex] for v in region.results[len(region.carries) :]]
-        stacks = [stack for stack in stacks if stack.results[0].id not in scans.dropped]
-        self._run_scan(env, region, stacks, scans.saved, region.slices, {}, {}, leaving=scans.offloaded)
-
-    def _backward_scan(self, env: dict[Any, Any], region: Region, scans: ScanCopies) -> None:
-        stacks = [self.graph.vertices[v.vertex] for v in region.results[len(region.carries) :]]
-        slices = [p for p in region.slices if getattr(p.operands[0], "id", None) not in scans.dropped]
-        extra = {value.id: env[_stacked(value)] for value in scans.saved}
-        extra |= {piece.results[0].id: _read(env, piece.operands[0]) for piece in scans.pieces}
-        aliases = scans.pair.aliases
-        coming = scans.offloaded | {piece for piece, value in aliases.items() if value.id in scans.offloaded}
-        self._run_scan(env, region, stacks, [], slices, extra, scans.read, coming=coming)
-
-    def _run_scan(
-        self,
-        env: dict[Any, Any],
-        region: Region,
-        stacks: Sequence[Vertex],
-        saved: Sequence[Value],
-        slices: Sequence[Vertex],
-        extra: Mapping[int, Any],
-        read: Mapping[int, int],
-        *,
-        leaving: Collection[int] = (),
-        coming: Collection[int] = (),
-    ) -> None:
-        """Runs a scan that stacks some values more (`saved`) and reads some arrays more (`extra`, by value id).
-
-        `read` has values of another scan's body that are slices of this one, by ids. What is stacked of `leaving` goes
-        to the host, and what is read of `coming` comes from there.
-        """
+        """Runs a scan in whose body something runs again, or that hands over what runs again to another one."""
+        key = step_key(region)
+        to, come = self._forward_of.get(key, _NOTHING), self._backward_of.get(key, _NOTHING)
+        results = region.results[len(region.carries) :]
+        stacks = [self.graph.vertices[v.vertex] for v in results if v.id not in to.dropped]
+        slices = [p for p in region.slices if getattr(p.operands[0], "id", None) not in come.dropped]
+        extra = {value.id: env[_stacked(value)] for value in come.saved}
+        extra |= {piece.results[0].id: _read(env, piece.operands[0]) for piece in come.pieces}
+        own = {s.results[0].id for s in slices} | set(extra)
+        coming = [v for v in come.coming if v in own]
 
         def stored(operand: Operand, array: Any) -> Any:
-            is_leaving = isinstance(operand, Value) and operand.id in leaving
+            is_leaving = isinstance(operand, Value) and operand.id in to.leaving
             return jax.device_put(array, jax.memory.Space.Host) if is_leaving else array
 
         def body(carry: list[Any], xs: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
@@ -267,22 +247,19 @@ class RematerialisedFunction:
             inner.update(zip((c.results[0].id for c in region.carries), carry, strict=True))
             inner.update(zip((s.results[0].id for s in slices), xs[0], strict=True))
             inner.update(zip(extra, xs[1], strict=True))
-            inner.update(
-                {v: jax.device_put(inner[v], jax.memory.Space.Device) for v in coming if v in inner and v in own}
-            )
-            inner.update({value: inner[piece] for value, piece in read.items()})
+            inner.update({v: jax.device_put(inner[v], jax.memory.Space.Device) for v in coming})
+            inner.update({value: inner[piece] for value, piece in come.read.items()})
             self._run(inner, region.blocks[0], region)
             following = [_array(inner, c.operands[1], c.results[0].dtype) for c in region.carries]
             left = [stored(s.operands[0], _array(inner, s.operands[0], s.results[0].dtype)) for s in stacks]
-            return following, [*left, *(stored(v, inner[v.id]) for v in saved)]
+            return following, [*left, *(stored(v, inner[v.id]) for v in to.saved)]
 
-        own = {s.results[0].id for s in slices} | set(extra)
         first = [_array(env, c.operands[0], c.results[0].dtype) for c in region.carries]
         xs = [_read(env, s.operands[0]) for s in slices], list(extra.values())
         carries, ys = scan_again(region.equation, body, first, xs)
         env.update({c.results[1].id: array for c, array in zip(region.carries, carries, strict=True)})
         env.update({s.results[0].id: array for s, array in zip(stacks, ys, strict=False)})
-        env.update({_stacked(v): array for v, array in zip(saved, ys[len(stacks) :], strict=True)})
+        env.update({_stacked(v): array for v, array in zip(to.saved, ys[len(stacks) :], strict=True)})
 
 
 def _on_host(value: Value) -> tuple[str, int]:
@@ -301,3 +278,42 @@ def _read(env: Mapping[Any, Any], operand: Operand) -> Any:
 
 def _array(env: Mapping[Any, Any], operand: Operand, dtype: Any) -> Any:
     return env[operand.id] if isinstance(operand, Value) else jnp.asarray(operand.val, dtype)
+
+
+@cache
+def _remat_template() -> core.JaxprEqn:
+    """Returns an equation of a rematerialised region, which says how this version of JAX writes one."""
+    (equation,) = jax.make_jaxpr(jax.checkpoint(jnp.sin))(1.0).eqns
+    return equation
+
+
+def remat_equation_results(body: core.ClosedJaxpr, arrays: Sequence[Any]) -> Sequence[Any]:
+    """Adds a rematerialised region of a backward pass to the program that is traced, and returns its results."""
+    arrays = [*body.consts, *arrays]
+    jaxpr = body.jaxpr
+    if body.consts:
+        jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+    return bind(_remat_template(), arrays, jaxpr=jaxpr, prevent_cse=True, differentiated=True)
+
+
+def joined(*arrays: Any) -> Sequence[Any]:
+    """Returns arrays behind a barrier that waits for all of them: an empty region, which needs no sharding rule."""
+    types = [jax.typeof(array) for array in arrays]
+    return remat_equation_results(jax.make_jaxpr(lambda *inner: inner)(*types), arrays)
+
+
+@contextmanager
+def step_context(step: Step, region: Region | None) -> Any:
+    """Restores the name scopes of a step in the body of a region, those of the calls around it included."""
+    vertex = step if isinstance(step, Vertex) else next(vertices_of(step))
+    callers = list(vertex.callers)
+    around = [i for i, caller in enumerate(callers) if region is not None and caller is region.equation]
+    callers = callers[around[0] + 1 if around else 0 :]
+    own = [i for i, caller in enumerate(callers) if isinstance(step, Region) and caller is step.equation]
+    callers = callers[: own[0]] if own else callers
+    assert step.equation is not None
+    with ExitStack() as stack:
+        for caller in callers:
+            stack.enter_context(source_of(caller))
+        stack.enter_context(context_of(step.equation))
+        yield
