@@ -1,13 +1,70 @@
-"""Weights of number formats: the least of seconds less entropy whose mean increase of the loss is within a limit."""
+"""The relaxed choice of number formats while a training runs: its state, and its weights.
 
-from collections.abc import Sequence
+The weights are the least of seconds less entropy whose mean increase of the loss is within a limit.
+"""
 
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
 import numpy as np
-
-from diffshard.sharding_search.number_formats import ProductGroup
 
 _BISECTIONS = 60
 """Steps that find the price of the loss to all digits of a double."""
+
+
+class StepState(NamedTuple):
+    """What a search carries from update to update; a pytree.
+
+    Attributes:
+      arrays: the state of the training, by the numbers of the flat arguments, with residuals of formats.
+      window: the batches of the last validation steps, by the numbers of the flat arguments.
+      slopes: `[groups]` float64, the sum of what looks ahead have measured.
+      num_looks: `[groups]` the number of looks that have measured each.
+      step: how many updates were made.
+      key: the random key from which formats are drawn.
+    """
+
+    arrays: Mapping[int, Any]
+    window: tuple[Mapping[int, Any], ...]
+    slopes: np.ndarray
+    num_looks: np.ndarray
+    step: int
+    key: jax.Array
+
+
+class StepMetrics(NamedTuple):
+    """What one update did.
+
+    Attributes:
+      train_loss: before its step, with the formats that were drawn.
+      num_drawn: operations that were in fewer bits.
+      loss_increase: what the relaxed choice is predicted to add to the loss of a whole training.
+      cost_ratio: seconds of a step of the relaxed choice over those of the exact one, with the shardings of that one.
+      entropy: of the rows of weights, as a share of that of uniform ones: 0 is decided.
+      has_looked: whether it took a look ahead whose loss and slopes are finite; others do not count.
+      refused: its loss or the new state was not finite, so that the state of the training stayed what it was.
+    """
+
+    train_loss: float
+    num_drawn: int
+    loss_increase: float
+    cost_ratio: float
+    entropy: float
+    has_looked: bool
+    refused: bool
+
+
+class RelaxedFormats(NamedTuple):
+    """A choice with weights for the formats of each operation.
+
+    Attributes:
+      weights: `[groups]` of each group in its format; what they lack to 1 is exact.
+      price_s: λ, seconds for a unit of the loss.
+    """
+
+    weights: np.ndarray
+    price_s: float
 
 
 def relaxed_within(
@@ -58,13 +115,3 @@ def entropy_of(weights: np.ndarray, rows: np.ndarray) -> float:
 def mean_or_0(values: np.ndarray) -> float:
     """Returns the mean of some numbers, 0 of none."""
     return float(np.mean(values)) if len(values) else 0.0
-
-
-def rows_of(groups: Sequence[ProductGroup]) -> np.ndarray:
-    """Returns `[groups]` the numbers of their rows: equal for those of one kind that share an operation."""
-    rows, row_of = np.arange(len(groups)), {}
-    for number, group in enumerate(groups):
-        for vertex in group.vertices:
-            other = row_of.setdefault((group.kind, vertex.index), number)
-            rows[rows == rows[number]] = rows[other]
-    return rows

@@ -34,20 +34,28 @@ from jax.sharding import AbstractMesh, Mesh
 
 from cost.real_numbers import whole_number
 from diffshard.bilevel_search.inputs import check_key
-from diffshard.bilevel_search.relaxed_formats import entropy_of, mean_or_0, relaxed_within, rows_of
+from diffshard.bilevel_search.relaxed_formats import (
+    RelaxedFormats,
+    StepMetrics,
+    StepState,
+    entropy_of,
+    mean_or_0,
+    relaxed_within,
+)
 from diffshard.front_end import search
 from diffshard.sharding_search.call import array_types, bound_arguments, call_of, split
-from diffshard.sharding_search.format_losses import MeasuredLosses, flat_calls
+from diffshard.sharding_search.format_losses import MeasuredLosses
 from diffshard.sharding_search.format_rounds import stand_ins
 from diffshard.sharding_search.format_search import first_start
 from diffshard.sharding_search.looks import FlatCall
-from diffshard.sharding_search.number_formats import Formats, ProductGroup, check_formats, offered_groups
+from diffshard.sharding_search.number_formats import Formats, ProductGroup, check_formats, offered_groups, rows_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.step_objective import step_s
 from diffshard.sharding_search.tracing import measured_options, space_of, trace_call
+from diffshard.sharding_search.training_calls import flat_calls
 from search_spaces.sharding.base import FormatKey
 from search_spaces.sharding.format_gains import gains_together_s
 
@@ -56,60 +64,6 @@ LOOK_EVERY = 8
 so half as long as the updates between two."""
 _LEAST_SHARE = 1e-6
 """The share of the limit that is left where arrays that memory needs in fewer bits take all of it."""
-
-
-class StepState(NamedTuple):
-    """What a search carries from update to update; a pytree.
-
-    Attributes:
-      arrays: the state of the training, by the numbers of the flat arguments, with residuals of formats.
-      window: the batches of the last validation steps, by the numbers of the flat arguments.
-      slopes: `[groups]` float64, the sum of what looks ahead have measured.
-      num_looks: `[groups]` the number of looks that have measured each.
-      step: how many updates were made.
-      key: the random key from which formats are drawn.
-    """
-
-    arrays: Mapping[int, Any]
-    window: tuple[Mapping[int, Any], ...]
-    slopes: np.ndarray
-    num_looks: np.ndarray
-    step: int
-    key: jax.Array
-
-
-class StepMetrics(NamedTuple):
-    """What one update did.
-
-    Attributes:
-      train_loss: before its step, with the formats that were drawn.
-      num_drawn: operations that were in fewer bits.
-      loss_increase: what the relaxed choice is predicted to add to the loss of a whole training.
-      cost_ratio: seconds of a step of the relaxed choice over those of the exact one, with the shardings of that one.
-      entropy: of the rows of weights, as a share of that of uniform ones: 0 is decided.
-      has_looked: whether it took a look ahead whose loss and slopes are finite; others do not count.
-      refused: its loss or the new state was not finite, so that the state of the training stayed what it was.
-    """
-
-    train_loss: float
-    num_drawn: int
-    loss_increase: float
-    cost_ratio: float
-    entropy: float
-    has_looked: bool
-    refused: bool
-
-
-class RelaxedFormats(NamedTuple):
-    """A choice with weights for the formats of each operation.
-
-    Attributes:
-      weights: `[groups]` of each group in its format; what they lack to 1 is exact.
-      price_s: λ, seconds for a unit of the loss.
-    """
-
-    weights: np.ndarray
-    price_s: float
 
 
 class _Begun(NamedTuple):

@@ -16,7 +16,8 @@ import numpy as np
 from cost.real_numbers import Limit, checked_number
 from diffshard.pipelines.delayed_gradients import DelayedArray, TracedStep, current_version, delayed, traced_step
 from diffshard.sharding_search.call import Structure, array_paths, split
-from diffshard.sharding_search.format_losses import LATE_SHARE, increase_between, loss_result
+from diffshard.sharding_search.format_losses import LATE_SHARE, increase_between
+from diffshard.sharding_search.training_calls import loss_result
 
 Run = Sequence[tuple[Any, ...]]
 """A short training: for each step the positional arguments of the function, arrays on one device."""

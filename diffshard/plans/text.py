@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from diffshard.plans.base import PlanData, PlannedFormats
+from diffshard.plans.base import PlanData
 from diffshard.plans.formats import (
     format_array,
     format_axes,
@@ -18,6 +18,7 @@ from diffshard.plans.formats import (
     short_name,
     wrapped,
 )
+from diffshard.plans.number_formats import PlannedFormats
 from diffshard.plans.sections import Advice, Rematerialisation, computing_parts, whole_lines
 from diffshard.plans.summary import (
     AlikeOperations,

@@ -16,7 +16,7 @@ import numpy as np
 
 from cost.evaluation import evaluate
 from diffshard.base import Deadline, InfeasibleError
-from diffshard.sharding_search.number_formats import ProductGroup, kind_of
+from diffshard.sharding_search.number_formats import ProductGroup, kind_of, rows_of
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.plan_store import start_of
 from diffshard.sharding_search.planning import fastest_choice, make_plan, solve_problem_of
@@ -215,8 +215,7 @@ def _candidates(
     """
     of_keys = [gains_together_s(space, start.choice) for start in starts]
     gains = [np.array([sum(max(0.0, of[m]) for m in group.members) for group in groups]) for of in of_keys]
-    places = [(group.kind, group.vertices[0].index) for group in groups]
-    kinds = [places.index(place) for place in places]
+    rows = rows_of(groups)
     exact_s = [float(evaluate(space.problem, start.choice.tolist()).cost) for start in starts]
     candidates: dict[tuple[int, ...], tuple[float, Start]] = {}
     for start, gain, seconds in zip(starts, gains, exact_s, strict=True):
@@ -224,7 +223,7 @@ def _candidates(
         rest, rest_losses = limit - float(shares @ losses), (1 - shares) * losses
         if rest < 0:
             continue
-        best = set(best_groups(gain, rest_losses, rest, kinds))
+        best = set(best_groups(gain, rest_losses, rest, rows))
         for i in np.flatnonzero(shares):
             if rest_losses[[*{*best, i}]].sum() <= rest:
                 best.add(int(i))
@@ -237,7 +236,7 @@ def _candidates(
 
 
 def best_groups(
-    gains: np.ndarray, losses: np.ndarray, limit: float, kinds: Sequence[int] | None = None
+    gains: np.ndarray, losses: np.ndarray, limit: float, kinds: Sequence[int] | np.ndarray | None = None
 ) -> tuple[int, ...]:
     """Returns the groups that gain most within the limit, by what each gains and costs; all if that is within it.
 

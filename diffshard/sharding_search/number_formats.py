@@ -228,6 +228,16 @@ def _check_measurements(formats: Formats) -> None:
             raise ValueError(f"`Formats.validation_runs[{number}]` must have 2 calls or more, not {len(run)}.")
 
 
+def rows_of(groups: Sequence[ProductGroup]) -> np.ndarray:
+    """Returns `[groups]` the numbers of their rows: equal for those of one kind that share an operation."""
+    rows, row_of = np.arange(len(groups)), {}
+    for number, group in enumerate(groups):
+        for vertex in group.vertices:
+            other = row_of.setdefault((group.kind, vertex.index), number)
+            rows[rows == rows[number]] = rows[other]
+    return rows
+
+
 def product_groups(space: ShardingSpace, formats: Sequence[str] = ("float8",)) -> list[ProductGroup]:
     """Returns the products of a space that gain time in formats with some strategy, whatever they do to the loss."""
     return _gaining(space, groups_of(space.graph, formats))

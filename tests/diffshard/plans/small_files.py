@@ -12,15 +12,9 @@ from cost.base import Link
 from cost.lines import Line
 from cost.presets import preset
 from diffshard.budgets.base import PhasePlans
-from diffshard.plans.base import (
-    FormatGroup,
-    FormatTrial,
-    PlannedFormats,
-    PlannedObjective,
-    PredictedCollective,
-    TriedShape,
-)
+from diffshard.plans.base import PlannedObjective, PredictedCollective, TriedShape
 from diffshard.plans.comparison import ComparedPlan, Comparison
+from diffshard.plans.number_formats import FormatGroup, FormatTrial, PlannedFormats
 from diffshard.plans.sections import Advice, PredictedComputing, Rematerialisation, Residual, WholeWork
 from diffshard.plans.timeline import Lane, LaneBar
 from diffshard.resharding import Move
