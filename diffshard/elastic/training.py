@@ -136,8 +136,8 @@ class Training(Generic[PlanT]):
           force: whether to save between intervals, too.
 
         Raises:
-          ValueError: the number is not larger than the last one, the data are not JSON values, or the state has other
-            arrays than the first one.
+          ValueError: the number is not larger than the last one, the data are not JSON values, the state has other
+            arrays than the first one, or it lacks the residuals that the plan carries.
           CheckpointError: another job has taken the directory, or there is a folder of the user's in the way.
           OSError: the checkpoint before could not be written, as on a full disk.
           ProcessesError: one of these happened in another process, or it saves another number of steps.
@@ -149,9 +149,7 @@ class Training(Generic[PlanT]):
             if (num_steps == self._last_saved) if force else (num_steps % self._save_interval_steps):
                 return False
             what, facts = "save a checkpoint", {"`num_steps`": str(num_steps)}
-            if isinstance(state, Carried):
-                self._warn_of_overflows(state.overflows)
-            state, residuals = (state.state, state.residuals) if isinstance(state, Carried) else (state, {})
+            state, residuals = self._parts_of(state)
             data, named = processes_of(self._mesh).alike(
                 what, lambda: self._checked(num_steps, state, data), lambda _: facts
             )
@@ -165,6 +163,18 @@ class Training(Generic[PlanT]):
             self._files.save(step_folder(self._directory, num_steps), named, finish)
             self._last_saved = num_steps
             return True
+
+    def _parts_of(self, state: Any) -> tuple[Any, Mapping[str, Any]]:
+        """Returns the state itself and what the plan's step carries besides; warns of new overflows in that."""
+        if isinstance(state, Carried):
+            self._warn_of_overflows(state.overflows)
+            return state.state, state.residuals
+        if isinstance(self.plan, Plan) and self.plan.residuals:
+            raise ValueError(
+                "The state to be saved has no residuals, which the plan's formats carry from step to step: they would "
+                f"be lost. Save the `Carried` that the step takes and returns, not {type(state).__name__}."
+            )
+        return state, {}
 
     def _warn_of_overflows(self, count: int) -> None:
         if count > self._num_overflows:

@@ -334,6 +334,8 @@ def test_a_training_goes_on_with_residuals_on_these_and_other_devices(devices, t
         state = training.restore()
         for number in range(2):
             state, _ = training.step(state, arguments(number)[1])
+        with pytest.raises(ValueError, match=r"has no residuals, .* Save the `Carried` .*, not dict"):
+            training.save(2, state.state)
         training.save(2, state)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
