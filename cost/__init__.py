@@ -9,6 +9,6 @@
 - What was measured of GPUs: `measured_rates.py` has laws of products and attention, `calibration.py` hardware with
   them.
 - Hardware: `presets.py` has the common kinds, `networks.py` says which link a
-  mesh axis gets, `clusters.py` joins hosts of several kinds (`host_groups.py`), `calibration.py` measures it, and
-  `lines.py` fits lines to what was measured.
+  mesh axis gets, `clusters.py` joins hosts of several kinds, `calibration.py` measures it, and `lines.py` fits lines to
+  what was measured.
 """

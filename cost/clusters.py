@@ -12,17 +12,105 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cost.base import Hardware, Link
-from cost.host_groups import Hosts, Submesh, check_link, known_network
 from cost.networks import Network, SwitchedHost, host_of, links_of
-from cost.presets import preset_name_of
+from cost.presets import device_and_network, preset_name_of
 from cost.real_numbers import AmountOrInf, checked_number, whole_number
 
 _FREE = Link(0.0, 0.0)
+
+
+class Submesh(NamedTuple):
+    """Devices of one kind that work together.
+
+    Attributes:
+      kind: the index of the kind of devices.
+      num_devices: how many.
+      shape: hosts, and devices in each of them.
+    """
+
+    kind: int
+    num_devices: int
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Hosts that are alike.
+
+    Attributes:
+      count: how many hosts.
+      devices: devices in each of them.
+      hardware: of a device: the name of a preset, or a `Hardware`, whose links are not read.
+      inside: the link between two devices of a host; None takes that of the cluster, or else of the preset.
+
+    Raises:
+      TypeError, ValueError: an argument breaks a rule; the error names it and its value.
+    """
+
+    count: int
+    devices: int
+    hardware: Hardware | str
+    inside: Link | None = None
+
+    def __post_init__(self):
+        for name in ("count", "devices"):
+            if (whole_number(getattr(self, name)) or 0) < 1:
+                raise ValueError(
+                    f"`Hosts.{name}` must be a whole number, 1 or more, not {getattr(self, name)!r}. Leave out hosts "
+                    "that have no devices."
+                )
+        if isinstance(self.hardware, str):
+            device_and_network(self.hardware)
+        elif not isinstance(self.hardware, Hardware):
+            raise TypeError(
+                f"`Hosts.hardware` must be a Hardware or the name of a preset, not {type(self.hardware).__name__}."
+            )
+        _check_link("Hosts.inside", self.inside)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in all of the hosts."""
+        return self.count * self.devices
+
+    @property
+    def name(self) -> str:
+        """The name of the hardware."""
+        return self.device.name
+
+    @property
+    def device(self) -> Hardware:
+        """One device, without links."""
+        device, network = _known_network(self)
+        own_part = device if network is None else network.share(device, self.devices)
+        return dataclasses.replace(own_part, links={})
+
+
+def _known_network(hosts: Hosts) -> tuple[Hardware, Network | None]:
+    """Returns a device without links, and what is known of how the host's devices are connected."""
+    if isinstance(hosts.hardware, Hardware):
+        return hosts.hardware, None
+    device, network = device_and_network(hosts.hardware)
+    return device, dataclasses.replace(network, num_devices=hosts.devices)
+
+
+def _check_link(name: str, link: Any) -> None:
+    """Checks the link of single transfers; None is one, too.
+
+    Raises:
+      TypeError: it is no link.
+      ValueError: it has more than its own line.
+    """
+    if link is None:
+        return
+    if not isinstance(link, Link):
+        raise TypeError(f"`{name}` must be a Link(latency_s, s_per_byte) or None, not {link!r}.")
+    if link.by_kind or link.num_hosts != 1:
+        raise ValueError(f"`{name}` must be a Link of one line: neither `by_kind` nor `num_hosts` is read.")
 
 
 @dataclass(frozen=True)
@@ -63,8 +151,8 @@ class Cluster:
         if not hosts:
             raise ValueError("`Cluster.hosts` is empty; give at least one `Hosts(count, devices=..., hardware=...)`.")
         object.__setattr__(self, "hosts", hosts)
-        check_link("Cluster.inside", self.inside)
-        check_link("Cluster.between", self.between)
+        _check_link("Cluster.inside", self.inside)
+        _check_link("Cluster.between", self.between)
         _ = self._networks  # raises where a link is missing
         self._check_devices()
 
@@ -245,7 +333,7 @@ class Cluster:
         return tuple(networks)
 
     def _network(self, hosts: Hosts) -> Network:
-        _, network = known_network(hosts)
+        _, network = _known_network(hosts)
         inside = self.inside if hosts.inside is None else hosts.inside
         has_many_hosts = sum(group.count for group in self.hosts) > 1
         if network is None and inside is None and hosts.devices > 1:

@@ -7,11 +7,13 @@ host's bandwidth. An all-to-all crosses once for each pair of devices, so it get
 were measured they come before such rules: on hosts of 8 V100s a rule that was fitted to other rings is off by 12% in
 the median, and by far more in all-reduces between hosts (python -m experiments.collectives).
 
-Which hosts the devices of a mesh are in follows from what JAX knows of each device.
+Which hosts the devices of a mesh are in follows from what JAX knows of each device. A mesh of given devices has each
+physically distinct shape once.
 """
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
@@ -264,3 +266,54 @@ def devices_in_host(mesh: Any) -> int:
 def has_many_hosts(hosts: Mapping[str, int]) -> bool:
     """Returns whether some axis leads from host to host."""
     return any(count > 1 for count in hosts.values())
+
+
+MOST_AXES = 3
+"""Axes of a shape, at most: with a fourth one listing strategies alone can take a minute."""
+LEVELS = ("hosts", "local", "mixed")
+"""What axes are called by the levels of the hosts that they lead over; see `distinct_shapes`."""
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def factorisations(number: int, most_factors: int) -> Iterator[tuple[int, ...]]:
+    """Yields the ordered factorisations of a number into at most `most_factors` factors above 1.
+
+    >>> list(factorisations(8, 2))
+    [(8,), (2, 4), (4, 2)]
+    """
+    if most_factors < 1:
+        return
+    yield (number,)
+    for first in range(2, number // 2 + 1):
+        if number % first == 0:
+            yield from ((first, *rest) for rest in factorisations(number // first, most_factors - 1))
+
+
+def distinct_shapes(
+    num_devices: int, links_of_shape: Callable[[dict[str, int]], Mapping[str, Link]]
+) -> list[dict[str, int]]:
+    """Returns the physically distinct shapes with named axes, those with few axes first.
+
+    An axis is called "hosts" where each of its devices is in another host, "local" where all of them are in one host,
+    and "mixed" where it leads over both; several of a name have a letter each.
+
+    Args:
+      num_devices: devices of the mesh.
+      links_of_shape: returns the link of each axis of a shape.
+    """
+    shapes: dict[frozenset, dict[str, int]] = {}
+    for sizes in sorted(factorisations(num_devices, MOST_AXES), key=len):
+        axes = {f"axis{i}": size for i, size in enumerate(sizes)}
+        links = links_of_shape(axes)
+        key = frozenset(Counter((size, links[axis]) for axis, size in axes.items()).items())
+        if key not in shapes:
+            shapes[key] = dict(zip(_names([(size, links[axis]) for axis, size in axes.items()]), sizes, strict=True))
+    return list(shapes.values())
+
+
+def _names(axes: list[tuple[int, Link]]) -> list[str]:
+    levels = ["local" if link.num_hosts == 1 else "hosts" if link.num_hosts == size else "mixed" for size, link in axes]
+    return [
+        level if levels.count(level) == 1 else f"{level}_{_LETTERS[levels[:i].count(level)]}"
+        for i, level in enumerate(levels)
+    ]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from cost.base import Link as Link
     from cost.base import Problem as Problem
     from cost.clusters import Cluster as Cluster
-    from cost.host_groups import Hosts as Hosts
+    from cost.clusters import Hosts as Hosts
     from cost.presets import preset as preset
     from diffshard import baselines as baselines
     from diffshard import elastic as elastic

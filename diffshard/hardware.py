@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from cost.base import Hardware
 from cost.calibration import calibrate as measured_hardware
-from cost.host_groups import Submesh
+from cost.clusters import Submesh
 from cost.lines import Line
 from cost.presets import PRESET_NAMES
 from diffshard.plans.documents import HARDWARE, RecordFile

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cost.clusters import Cluster
-from cost.host_groups import Hosts
+from cost.clusters import Cluster, Hosts
 from cost.real_numbers import PositiveAmount, checked_number, is_positive, real_number
 from diffshard.base import Deadline, InfeasibleError
 from diffshard.front_end import search

@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any, get_args
 
 from cost.base import Link
-from cost.clusters import Cluster
-from cost.host_groups import Hosts
+from cost.clusters import Cluster, Hosts
 from cost.pipeline_schedules import Schedule
 from diffshard.command.arguments import UsageError, arguments
 from diffshard.pipelines.base import GradientReduction, Pipeline

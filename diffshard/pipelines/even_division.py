@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cost.clusters import Cluster
-from cost.host_groups import Submesh
+from cost.clusters import Cluster, Submesh
 from cost.pipeline_schedules import Schedule, goes_round, graph_of, in_flight
 from diffshard.pipelines.division_search import DivisionSearch
 from diffshard.pipelines.stage_programme import Stage, best_division, step_objective

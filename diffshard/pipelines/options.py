@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, get_args
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from cost.clusters import Cluster
-from cost.host_groups import Hosts, Submesh
+from cost.clusters import Cluster, Hosts, Submesh
 from cost.presets import device_and_network
 from cost.real_numbers import Limit, checked_number, whole_number
 from diffshard.base import Deadline, Solver

@@ -6,8 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from cost.clusters import Cluster
-from cost.host_groups import Submesh
+from cost.clusters import Cluster, Submesh
 from cost.pipeline_schedules import Schedule, graph_of, splits_backward
 from cost.pipeline_steps import Overlap, pipeline_step
 from cost.pipeline_times import Simulation, StageTimes

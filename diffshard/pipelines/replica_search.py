@@ -16,9 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import linprog
 
-from cost.clusters import Cluster
+from cost.clusters import Cluster, Submesh
 from cost.collectives import collective_s
-from cost.host_groups import Submesh
 from cost.pipeline_schedules import Schedule, graph_of, kept_microbatches
 from cost.pipeline_times import StageTimes, balanced_microbatches, simulate
 from diffshard.base import InfeasibleError

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from cost.host_groups import Submesh
+from cost.clusters import Submesh
 from cost.pipeline_schedules import graph_of
 from cost.pipeline_times import StageTimes, balanced_microbatches, joined_graph, simulate
 from diffshard.base import PlanError

@@ -16,8 +16,7 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from cost.base import Hardware
-from cost.clusters import Cluster
-from cost.host_groups import Submesh
+from cost.clusters import Cluster, Submesh
 from diffshard.base import InfeasibleError
 from diffshard.pipelines.cutting import CutStep
 from diffshard.pipelines.options import PipelineOptions

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cost.host_groups import Submesh
+from cost.clusters import Submesh
 from cost.real_numbers import Amount, Count, checked_number
 
 

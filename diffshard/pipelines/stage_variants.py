@@ -21,8 +21,8 @@ from jax.extend import core
 from jax.sharding import AbstractMesh
 
 from cost.base import Hardware
+from cost.clusters import Submesh
 from cost.compute import CONTRACTIONS, equation_work, inner_jaxprs, roofline_s
-from cost.host_groups import Submesh
 from diffshard.pipelines.options import STAGE_TIME_LIMIT_S, PipelineOptions, memory_limit_of, mesh_shape
 from diffshard.pipelines.stage_function import StageFunction
 from diffshard.pipelines.stage_search import STAGE_GAP, StageLayout, StageMemoryError, search_stage

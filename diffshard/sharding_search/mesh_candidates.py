@@ -10,8 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from cost.base import Hardware
 from cost.clusters import Cluster, checked_devices
-from cost.host_groups import LEVELS, MOST_AXES, distinct_shapes
-from cost.networks import host_of
+from cost.networks import LEVELS, MOST_AXES, distinct_shapes, host_of
 from cost.presets import PRESET_NAMES, device_and_network, hardware_of, preset, preset_of_mesh
 from cost.real_numbers import whole_number
 from diffshard.plans.formats import format_count

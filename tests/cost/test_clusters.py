@@ -6,8 +6,7 @@ import jax
 import pytest
 
 from cost.base import Hardware, Link
-from cost.clusters import Cluster
-from cost.host_groups import Hosts, Submesh
+from cost.clusters import Cluster, Hosts, Submesh
 from cost.presets import preset
 
 INSIDE, BETWEEN = Link(1.0, 2.0), Link(10.0, 5.0)  # seconds, seconds for each byte

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from cost.host_groups import distinct_shapes, factorisations
+from cost.networks import distinct_shapes, factorisations
 from cost.presets import preset
 
 

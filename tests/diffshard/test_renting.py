@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from cost.base import Hardware, Link
-from cost.clusters import Cluster
-from cost.host_groups import Hosts
+from cost.clusters import Cluster, Hosts
 from diffshard import InfeasibleError
 from diffshard.base import Deadline
 from diffshard.renting import Offer, rent
