@@ -37,8 +37,8 @@ from experiments.targets import MESHES
 from search_spaces.sharding import shardy
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.opaque import operations
-from search_spaces.sharding.opaque.attention_parts import sequence_rules
 from search_spaces.sharding.opaque.cudnn import BACKWARD, FORWARD, planned_without_cudnn, rule_of_attention
+from search_spaces.sharding.opaque.ring import sequence_rules
 
 SIZES: dict[str, dict[str, int]] = {
     "full": {"width": 4096, "heads": 32, "key_value_heads": 8, "hidden": 14336, "vocabulary": 32768},

@@ -23,8 +23,7 @@ from search_spaces.sharding.base import Layout
 from search_spaces.sharding.execution import PropagatedExecution
 from search_spaces.sharding.explaining import sources_of
 from search_spaces.sharding.graph import Graph
-from search_spaces.sharding.opaque.operations import runs_on_parts
-from search_spaces.sharding.opaque.work import CUSTOM_CALL_TARGETS
+from search_spaces.sharding.opaque.operations import CUSTOM_CALL_TARGETS, runs_on_parts
 from search_spaces.sharding.replicated_operations import (
     impossible_operations,
     replicated_operations,

@@ -19,8 +19,8 @@ from search_spaces.sharding.base import ShardingStrategy
 from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.local_blocks import Blocks, bits_of_block
 from search_spaces.sharding.local_ragged_products import groups_of_block, ragged_contraction
+from search_spaces.sharding.opaque.kernel import Parts
 from search_spaces.sharding.opaque.operations import opaque_of
-from search_spaces.sharding.opaque.work import Parts
 from search_spaces.sharding.spec import axes_in, parts_of
 
 

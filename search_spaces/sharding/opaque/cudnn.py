@@ -1,7 +1,8 @@
 """cuDNN's attention, as `jax.nn.dot_product_attention(implementation="cudnn")` calls it: planned without cuDNN.
 
 JAX refuses to trace it where no cuDNN is installed, because it asks for the version. Only that question is answered
-here; the operations, their shapes and their checks are JAX's own, and lowering is left to JAX too.
+here; the operations, their shapes and their checks are JAX's own, and lowering is left to JAX too. On other devices the
+same attention runs in `jax.numpy`, so that a model that is planned for GPUs can be run on the devices of any host.
 
 This touches internals of JAX: while a function is traced for a plan, two private functions of the module that
 `jax.nn.dot_product_attention` calls are replaced, for all threads. A test fails where another JAX has them elsewhere.
@@ -10,25 +11,32 @@ This touches internals of JAX: while a function is traced for a plan, two privat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from threading import Lock
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from cost.base import AttentionWork
 from search_spaces.replay import bind
 from search_spaces.sharding.base import Rule
-from search_spaces.sharding.opaque.kernel import Kernel
+from search_spaces.sharding.opaque.kernel import Kernel, arrays_bytes, dtype_of_work
 from search_spaces.sharding.opaque.notation import NamedDimensions, NamedRule, Shape
-from search_spaces.sharding.opaque.work import arrays_bytes, dtype_of_work
 
 FORWARD, BACKWARD = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
 _ASSUMED_VERSION = 91000  # the first that supports all head sizes on Hopper, which JAX asks for
 _ASSUMED_CAPABILITY = 9.0  # of H100
 _HEADS = ("kv_head", "group")
-_WHOLE = frozenset({"query", "key", "width", "value_width"})
+CUDNN_TARGETS = tuple(
+    f"__cudnn$fmha{bias}Softmax{dropout}{backward}"
+    for bias in ("", "ScaleBias")
+    for dropout in ("", "Dropout")
+    for backward in ("", "Backward")
+)
+"""The custom calls that cuDNN's attention lowers to."""
 _BIAS, _QUERY_LENGTHS, _QUERY_OFFSETS = 3, 4, 6
 
 
@@ -120,15 +128,13 @@ class _Bound:
         return list(bind(self.equation, operands, **dict(self.parameters)))
 
 
-def work_of_attention(equation: core.JaxprEqn, operands: Sequence[jax.ShapeDtypeStruct], share: float) -> AttentionWork:
+def work_of_attention(equation: core.JaxprEqn, operands: Sequence[jax.ShapeDtypeStruct]) -> AttentionWork:
     """Returns what one device does: two products forward, five backward, of the pairs that the mask lets through."""
-    del share
     (batch, length, heads, width), (key_length, value_width) = _sizes(equation, operands)
     pairs = float(batch * heads * length * key_length)
-    window = equation.params.get("sliding_window_length")
-    if "CAUSAL" in str(equation.params["mask_type"]):
-        pairs *= 0.5 if length == key_length else 1.0
-    if window:
+    if is_causal(equation) and length == key_length:
+        pairs *= 0.5
+    if window := equation.params.get("sliding_window_length"):
         pairs = min(pairs, float(batch * heads * length * window))
     is_forward = equation.primitive.name == FORWARD
     products = width + value_width if is_forward else 3 * width + 2 * value_width
@@ -193,12 +199,11 @@ def named_rule(equation: core.JaxprEqn, num_results: int | None = None) -> Named
 
 def _bias(operands: Sequence[Shape]) -> NamedDimensions:
     """Names the dimensions of a bias, of which batch and heads may be broadcast; other placeholders are empty."""
-    shape, query, key = operands[_BIAS], operands[0], operands[1]
+    shape, query = operands[_BIAS], operands[0]
     if len(shape) != 4:
         return tuple((f"bias_{d}",) for d in range(len(shape)))
     batch = ("batch",) if shape[0] == query[0] > 1 else ("bias_batch",)
     heads = ("bias_heads",) if shape[1] == 1 else _HEADS
-    del key
     return (batch, heads, ("bias_query",), ("bias_key",))
 
 
@@ -209,3 +214,118 @@ def _lengths(name: str, shape: Shape, batch: int) -> NamedDimensions:
 def shapes_of(variables: Sequence[Any]) -> list[Shape]:
     """Returns the shapes of variables."""
     return [tuple(v.aval.shape) for v in variables]
+
+
+_LARGE = -1e30
+"""Stands for minus infinity among scores, so that a row without any key has no undefined numbers."""
+
+
+def sequence_dimension(equation: core.JaxprEqn) -> int:
+    """Returns which dimension of queries and keys is their sequence."""
+    return 2 if equation.params["layout"] else 1
+
+
+def is_causal(equation: core.JaxprEqn) -> bool:
+    """Returns whether queries attend to no key after them."""
+    return "CAUSAL" in str(equation.params["mask_type"])
+
+
+def attend(equation: core.JaxprEqn, operands: Sequence[Any], **parameters: Any) -> list[Any]:
+    """Returns the results of cuDNN's forward or backward for some operands, with some of its parameters changed.
+
+    Dropout, packed sequences and keys in pages exist on NVIDIA GPUs alone.
+
+    Args:
+      equation: of the forward or of the backward.
+      operands: as the equation has them: queries, keys, values, bias, six arrays of lengths and places; of the backward
+        also the forward's statistics and output, and the output's gradient.
+    """
+    params = {**equation.params, **parameters}
+    is_special = params["dropout_rate"] or any(operands[i].shape != (0,) for i in range(6, 10))
+    if is_special or "ALIBI" in str(params["mask_type"]):
+        return bind_attention(equation, operands, **parameters)
+    reference = _forward if equation.primitive.name == FORWARD else _backward
+    return list(
+        jax.lax.platform_dependent(
+            *operands,
+            cuda=lambda *arrays: tuple(bind_attention(equation, arrays, **parameters)),
+            default=partial(reference, params),
+        )
+    )
+
+
+def _forward(params: dict[str, Any], *operands: Any) -> tuple[Any, ...]:
+    """Returns the output, and in training the logarithm of each query's sum of exponentials."""
+    query, key, value = (_heads_first(params, x) for x in operands[:3])
+    scores, is_query = _scores(params, query, key, *operands[3:6])
+    statistics = jax.nn.logsumexp(scores, axis=-1)
+    weights = jnp.exp(scores - statistics[..., None]) * is_query
+    out = jnp.einsum("bngts,bnsh->bngth", weights, _grouped(value, key.shape[1])[:, :, 0])
+    out = _as_given(params, _joined(out)).astype(operands[0].dtype)
+    return (out, _joined(statistics)) if params["is_training"] else (out,)
+
+
+def _backward(params: dict[str, Any], *operands: Any) -> tuple[Any, ...]:
+    """Returns the gradients, from the statistics of all keys, of which these may be a part.
+
+    Source: Dao et al., "FlashAttention" (2022), algorithm 4.
+    """
+    query, key, value = (_heads_first(params, x) for x in operands[:3])
+    statistics, out, cotangent = operands[10:13]
+    num_heads = key.shape[1]
+    scores, is_query = _scores(params, query, key, *operands[3:6])
+    weights = jnp.exp(scores - _grouped(statistics[..., None], num_heads)) * is_query
+    out, cotangent = (_grouped(_heads_first(params, x), num_heads) for x in (out, cotangent))
+    query, key, value = _grouped(query, num_heads), key.astype(jnp.float32), value.astype(jnp.float32)
+    of_weights = jnp.einsum("bngth,bnsh->bngts", cotangent, value) - (out * cotangent).sum(-1, keepdims=True)
+    of_scores = weights * of_weights
+    gradients = [
+        _joined(params["scale"] * jnp.einsum("bngts,bnsh->bngth", of_scores, key)),
+        params["scale"] * jnp.einsum("bngts,bngth->bnsh", of_scores, query),
+        jnp.einsum("bngts,bngth->bnsh", weights, cotangent),
+    ]
+    results = [_as_given(params, x).astype(o.dtype) for x, o in zip(gradients, operands, strict=False)]
+    if params["variadic_args"][1]:
+        bias, of_scores = operands[3], _joined(of_scores)
+        dims = [d for d, (n, m) in enumerate(zip(bias.shape, of_scores.shape, strict=True)) if n < m]
+        results.append(of_scores.sum(dims, keepdims=True).astype(bias.dtype))
+    return tuple(results)
+
+
+def _scores(
+    params: dict[str, Any], query: Any, key: Any, bias: Any, query_lengths: Any, key_lengths: Any
+) -> tuple[Any, Any]:
+    """Returns the scores `[batch, heads of keys, group, queries, keys]` and which queries there are."""
+    length, num_keys = query.shape[2], key.shape[2]
+    scores = params["scale"] * jnp.einsum("bngth,bnsh->bngts", _grouped(query, key.shape[1]), key.astype(jnp.float32))
+    if bias.ndim == 4:
+        whole = (bias.shape[0], query.shape[1], *bias.shape[2:])
+        scores = scores + _grouped(jnp.broadcast_to(bias, whole), key.shape[1])
+    place, place_of_key = jnp.arange(length)[:, None], jnp.arange(num_keys)
+    is_seen, is_query = jnp.ones((length, num_keys), bool), jnp.ones((length, 1), bool)
+    if "CAUSAL" in str(params["mask_type"]):
+        is_seen &= place >= place_of_key
+    if params.get("sliding_window_length"):
+        is_seen &= place_of_key > place - params["sliding_window_length"]
+    if "PADDING" in str(params["mask_type"]):
+        is_seen = is_seen & (place_of_key < key_lengths[:, None, None, None, None])
+        is_query = is_query & (place < query_lengths[:, None, None, None, None])
+    return jnp.where(is_seen, scores, _LARGE), is_query
+
+
+def _heads_first(params: dict[str, Any], array: Any) -> Any:
+    return array if params["layout"] else array.swapaxes(1, 2)
+
+
+_as_given = _heads_first  # the same two dimensions change places
+
+
+def _grouped(array: Any, num_heads: int) -> Any:
+    """Takes the dimension of heads apart into heads of keys and a group for each; returns float32."""
+    batch, heads, *rest = array.shape
+    return array.reshape(batch, num_heads, heads // num_heads, *rest).astype(jnp.float32)
+
+
+def _joined(array: Any) -> Any:
+    batch, heads, group, *rest = array.shape
+    return array.reshape(batch, heads * group, *rest)

@@ -3,11 +3,13 @@
 A kernel is a JAX primitive with the function as its parameter. Bound to whole arrays it stands for the whole work,
 bound to one device's parts for that device's, so the same equation is traced, planned and run; without a plan it lowers
 to what the function lowers to. Its backward is another kernel.
+
+How arrays of any opaque operation are split, and what a trace tells of its work, stands here as well.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
+from math import isfinite, prod
 from typing import Any, NamedTuple
 
 import jax
@@ -17,9 +19,60 @@ from jax.extend import core
 from jax.interpreters import batching, mlir
 
 from cost.base import Work
+from cost.compute import inner_jaxprs, jaxpr_flops
 from cost.real_numbers import real_number
+from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.opaque.notation import NamedRule
-from search_spaces.sharding.opaque.work import dtype_of_work, traced_work
+
+
+class Parts(NamedTuple):
+    """How the arrays of an opaque operation are split over a mesh."""
+
+    operands: tuple[IndexedSpec, ...]
+    results: tuple[IndexedSpec, ...]
+    axis_names: tuple[str, ...]
+    axis_sizes: tuple[int, ...]
+
+    @property
+    def is_split(self) -> bool:
+        """Whether any array is split."""
+        return any(axes for spec in (*self.operands, *self.results) for axes in spec)
+
+
+def arrays_bytes(arrays: Sequence[Any]) -> float:
+    """Returns the bytes of arrays with a shape and a dtype."""
+    return float(sum(prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays if hasattr(x, "shape")))
+
+
+def dtype_of_work(operands: Sequence[Any]) -> str:
+    """Returns the type that a kernel computes in: that of its largest operand of floating type, or the first one's."""
+    numbers = [x for x in operands if jnp.issubdtype(x.dtype, jnp.inexact)] or list(operands)[:1]
+    return str(max(numbers, key=lambda x: prod(x.shape)).dtype) if numbers else "float32"
+
+
+def traced_work(jaxpr: core.ClosedJaxpr) -> Work:
+    """Returns what a function does that runs as one kernel.
+
+    It reads its operands and writes its results. Where it holds calls that estimate their own traffic, as Pallas calls
+    may, what these say counts if it is more.
+    """
+    variables = (*jaxpr.jaxpr.invars, *jaxpr.jaxpr.outvars)
+    own_bytes = arrays_bytes([v.aval for v in variables])
+    estimated_bytes = sum(estimates(jaxpr.jaxpr))
+    operands = [v.aval for v in jaxpr.jaxpr.invars]
+    return Work(jaxpr_flops(jaxpr), max(own_bytes, estimated_bytes), dtype_of_work(operands))
+
+
+def estimates(jaxpr: core.Jaxpr) -> Iterator[float]:
+    """Yields the bytes that calls in a jaxpr say they move, those inside other calls included."""
+    for equation in jaxpr.eqns:
+        estimate = equation.params.get("cost_estimate")
+        if estimate is not None:
+            yield float(estimate.bytes_accessed)
+        elif equation.primitive.name != "pallas_call":
+            for inner in inner_jaxprs(equation):
+                yield from estimates(inner.jaxpr if isinstance(inner, core.ClosedJaxpr) else inner)
+
 
 Price = float | Callable[..., float]
 """A number for whole arrays, or a function of the operands of one device, as `jax.ShapeDtypeStruct`s."""

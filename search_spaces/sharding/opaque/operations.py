@@ -17,12 +17,11 @@ from search_spaces.partition_specs import IndexedSpec, named_spec, partition_spe
 from search_spaces.replay import bind
 from search_spaces.sharding.base import Rule, ShardingStrategy
 from search_spaces.sharding.graph import Value, Vertex
-from search_spaces.sharding.opaque.attention_parts import ring_collectives, run_attention, sequence_rules, work_of_parts
-from search_spaces.sharding.opaque.cudnn import BACKWARD, FORWARD, rule_of_attention, shapes_of
-from search_spaces.sharding.opaque.kernel import Kernel
+from search_spaces.sharding.opaque.cudnn import BACKWARD, CUDNN_TARGETS, FORWARD, rule_of_attention, shapes_of
+from search_spaces.sharding.opaque.kernel import Kernel, Parts, arrays_bytes, dtype_of_work
 from search_spaces.sharding.opaque.notation import NamedDimensions, NamedRule, Shape, parse_rule
-from search_spaces.sharding.opaque.pallas import name_of_call, rule_of_call, run_call, work_of_call
-from search_spaces.sharding.opaque.work import Parts, arrays_bytes, dtype_of_work
+from search_spaces.sharding.opaque.pallas import PALLAS_TARGETS, name_of_call, rule_of_call, run_call, work_of_call
+from search_spaces.sharding.opaque.ring import ring_collectives, run_attention, sequence_rules, work_of_parts
 from search_spaces.sharding.own_collectives import OwnCollective
 from search_spaces.sharding.spec import parts_of
 
@@ -194,6 +193,8 @@ OPAQUE: dict[str, OpaqueOperation] = {
     BACKWARD: _ATTENTION,
 }
 """By the names of primitives."""
+CUSTOM_CALL_TARGETS = (*PALLAS_TARGETS, *CUDNN_TARGETS)
+"""The custom calls that opaque operations lower to."""
 _MAY_NAME_AXES = ("custom_partitioning", FORWARD, BACKWARD)
 """Primitives whose form on parts may have collectives, and so names the mesh's axes."""
 UNEVEN = "the parts are uneven"

@@ -19,8 +19,10 @@ from cost.compute import equation_flops, inner_jaxprs
 from search_spaces.replay import bind
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.factors import Factors, Mark, rule_from_factors
-from search_spaces.sharding.opaque.work import Parts, arrays_bytes, dtype_of_work
+from search_spaces.sharding.opaque.kernel import Parts, arrays_bytes, dtype_of_work
 
+PALLAS_TARGETS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")
+"""The custom calls that Pallas calls lower to, by Triton and by Mosaic."""
 _PLACES = ("program_id", "num_programs")
 """Primitives by which a body asks where in the grid it runs, or how large the grid is."""
 

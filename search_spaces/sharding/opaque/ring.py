@@ -1,9 +1,14 @@
-"""Ring attention: queries and keys are split over their sequence along the same mesh axis, and keys go round.
+"""cuDNN's attention on parts of a sequence: by which rules it is split, what that costs, what a device sends.
 
-Each device has a part of the sequence. In the first round its queries attend to its own keys; before each further round
-every device hands its keys and values on to the next, while it still computes with them. The outputs of the rounds are
-merged by the logarithms of their sums of exponentials, so that nothing is approximated. In the backward the gradients
-of keys and values go round with them, in float32, and arrive at home after the last round.
+Beside batch and heads, queries can be split over their sequence. Keys are then split alike and go round, or each device
+has all of them, gathered by the plan; their gradients are then sums that the plan reduces. Either way each device
+attends to what its queries see, and nothing is approximated. To split heads instead, a plan needs no rule of its own:
+it moves arrays from parts of the sequence to parts of the heads, and back, by all-to-alls (Ulysses).
+
+In a ring each device has a part of the sequence. In the first round its queries attend to its own keys; before each
+further round every device hands its keys and values on to the next, while it still computes with them. The outputs of
+the rounds are merged by the logarithms of their sums of exponentials. In the backward the gradients of keys and values
+go round with them, in float32, and arrive at home after the last round.
 
 Under a causal mask the first device would see one part of the keys and the last one all. So the sequence is cut into 2n
 chunks for n devices, and device i computes with chunks i and 2n - 1 - i: every round then has the same arithmetic on
@@ -11,14 +16,13 @@ each device. The layout of a plan stays as it is: chunks change places on the wa
 Where each device has all keys, none go round, and a causal mask needs the same chunks of queries.
 
 Source: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023); the idea
-of a balanced order is that of Brandon et al., "Striped Attention" (2023); with chunks it is known as zigzag.
-
-Attention itself is cuDNN's on NVIDIA GPUs, and the same in `jax.numpy` elsewhere. So a model that is planned for GPUs
-can be run on the devices of any host.
+of a balanced order is that of Brandon et al., "Striped Attention" (2023); with chunks it is known as zigzag. Jacobs et
+al., "DeepSpeed Ulysses" (2023); Grattafiori et al., "The Llama 3 Herd of Models" (2024), section 3.3.2, for whole keys.
 """
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +30,122 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from search_spaces.sharding.opaque.cudnn import FORWARD, bind_attention
+from cost.base import AttentionWork
+from search_spaces.sharding.base import Rule
+from search_spaces.sharding.opaque.cudnn import (
+    FORWARD,
+    attend,
+    is_causal,
+    named_rule,
+    sequence_dimension,
+    shapes_of,
+    work_of_attention,
+)
+from search_spaces.sharding.opaque.kernel import Parts
+from search_spaces.sharding.opaque.notation import NamedDimensions, NamedRule
+from search_spaces.sharding.own_collectives import OwnCollective
+from search_spaces.sharding.spec import parts_of
+
+_SEQUENCE = "sequence"
+_SUM_BYTES = 4  # of an element of the float32 sums in which gradients go round
+
+
+def sequence_rules(equation: core.JaxprEqn) -> tuple[Rule, ...]:
+    """Returns the rules by which queries are split over their sequence: with keys alike, and with keys whole.
+
+    None of them where a ring cannot run. It takes plain attention of as many queries as keys: without bias, dropout,
+    lengths or a window, causal or not.
+    """
+    params, operands, results = equation.params, shapes_of(equation.invars), shapes_of(equation.outvars)
+    dim = sequence_dimension(equation)
+    is_plain = all(shape == (0,) for shape in operands[3:10]) and not params["sliding_window_length"]
+    is_masked_simply = str(params["mask_type"]).rsplit(".", 1)[-1] in ("NO_MASK", "CAUSAL")
+    has_one_length = operands[0][dim] == operands[1][dim]
+    if not (is_plain and is_masked_simply and has_one_length) or params["dropout_rate"]:
+        return ()
+    rule = named_rule(equation)
+
+    def renamed(dimensions: NamedDimensions) -> NamedDimensions:
+        return tuple((_SEQUENCE,) if names in (("query",), ("key",)) else names for names in dimensions)
+
+    ring = NamedRule(
+        tuple(map(renamed, rule.operands)),
+        tuple(map(renamed, rule.results)),
+        rule.reduction,
+        rule.whole - {"query", "key"},
+    )
+    of_keys = () if equation.primitive.name == FORWARD else (("query", "sum"),)
+    whole_keys = replace(rule, reduction=(*rule.reduction, *of_keys), whole=rule.whole - {"query"})
+    return ring.rule(operands, results), whole_keys.rule(operands, results)
+
+
+def sequence_axis(equation: core.JaxprEqn, parts: Parts) -> int | None:
+    """Returns the mesh axis that splits the sequence of queries; None where none does."""
+    axes = parts.operands[0][sequence_dimension(equation)]
+    if len(axes) > 1:
+        raise ValueError("a sequence that is split over several mesh axes: a ring goes along one")
+    return axes[0] if axes else None
+
+
+def has_whole_keys(equation: core.JaxprEqn, parts: Parts) -> bool:
+    """Returns whether each device has all keys, so that none go round."""
+    return not parts.operands[1][sequence_dimension(equation)]
+
+
+def work_of_parts(equation: core.JaxprEqn, operands: Sequence[jax.ShapeDtypeStruct], share: float) -> AttentionWork:
+    """Returns what one device does: its share of the products; in a ring all parts are read in each round."""
+    dim = sequence_dimension(equation)
+    whole: list[Any] = [v.aval for v in equation.invars]
+    rounds = whole[1].shape[dim] // operands[1].shape[dim]
+    own = work_of_attention(equation, operands)
+    return own._replace(flops=share * work_of_attention(equation, whole).flops, num_bytes=rounds * own.num_bytes)
+
+
+def ring_collectives(equation: core.JaxprEqn, parts: Parts) -> list[OwnCollective]:
+    """Returns what a device sends: keys and values beside each round but the last, and their gradients.
+
+    Of a causal mask also what changes places before the first round and after the last one.
+    """
+    axis = sequence_axis(equation, parts)
+    if axis is None:
+        return []
+    num_devices = parts.axis_sizes[axis]
+
+    def sizes(variables: Sequence[Any], specs: Sequence[Any]) -> list[tuple[float, int]]:
+        pairs = [(v.aval, parts_of(spec, parts.axis_sizes)) for v, spec in zip(variables, specs, strict=True)]
+        return [(prod(x.shape) / prod(split), x.dtype.itemsize) for x, split in pairs]
+
+    operands, results = sizes(equation.invars, parts.operands), sizes(equation.outvars, parts.results)
+
+    def permute(num_bytes: float, count: int, *, is_beside: bool) -> OwnCollective:
+        return OwnCollective("collective_permute", axis, num_bytes, count, is_beside)
+
+    moved: list[OwnCollective] = []
+    exchanged = [operands[0], *operands[10:], *(results if equation.primitive.name == FORWARD else results[:1])]
+    if not has_whole_keys(equation, parts):
+        moved = [permute(n * itemsize, num_devices - 1, is_beside=True) for n, itemsize in operands[1:3]]
+        exchanged += operands[1:3]
+        if equation.primitive.name != FORWARD:
+            exchanged += results[1:3]
+            for n, _ in results[1:3]:
+                moved.append(permute(n * _SUM_BYTES, num_devices - 1, is_beside=True))
+                moved.append(permute(n * _SUM_BYTES, 1, is_beside=False))
+    if is_causal(equation):
+        moved += [permute(n * itemsize / 2, 2, is_beside=False) for n, itemsize in exchanged]
+    return moved
+
+
+def run_attention(equation: core.JaxprEqn, operands: Sequence[Any], parts: Parts) -> list[Any]:
+    """Runs attention on one device's parts, as a ring where queries and keys are split over their sequence."""
+    axis = sequence_axis(equation, parts)
+    whole_keys = has_whole_keys(equation, parts)
+    if axis is None or (whole_keys and not is_causal(equation)):
+        return attend(equation, operands)
+    ring = Ring(equation, parts.axis_names[axis], parts.axis_sizes[axis], whole_keys)
+    if is_causal(equation) and operands[0].shape[ring.dim] % 2:
+        raise ValueError("parts of an odd length, which do not divide into the two chunks of a causal ring")
+    run = run_forward if equation.primitive.name == FORWARD else run_backward
+    return run(ring, operands)
 
 
 class Ring(NamedTuple):
@@ -261,118 +380,3 @@ def _causal_gradients(ring: Ring, of_queries: Sequence[Any], moved: Sequence[Any
         low_and_high = [key + jnp.where(is_earlier, other_key, zero), jnp.where(is_earlier, zero, other_key)]
         added.append(jnp.concatenate(low_and_high, ring.dim))
     return added
-
-
-_LARGE = -1e30
-"""Stands for minus infinity among scores, so that a row without any key has no undefined numbers."""
-
-
-def sequence_dimension(equation: core.JaxprEqn) -> int:
-    """Returns which dimension of queries and keys is their sequence."""
-    return 2 if equation.params["layout"] else 1
-
-
-def is_causal(equation: core.JaxprEqn) -> bool:
-    """Returns whether queries attend to no key after them."""
-    return "CAUSAL" in str(equation.params["mask_type"])
-
-
-def attend(equation: core.JaxprEqn, operands: Sequence[Any], **parameters: Any) -> list[Any]:
-    """Returns the results of cuDNN's forward or backward for some operands, with some of its parameters changed.
-
-    Dropout, packed sequences and keys in pages exist on NVIDIA GPUs alone.
-
-    Args:
-      equation: of the forward or of the backward.
-      operands: as the equation has them: queries, keys, values, bias, six arrays of lengths and places; of the backward
-        also the forward's statistics and output, and the output's gradient.
-    """
-    params = {**equation.params, **parameters}
-    is_special = params["dropout_rate"] or any(operands[i].shape != (0,) for i in range(6, 10))
-    if is_special or "ALIBI" in str(params["mask_type"]):
-        return bind_attention(equation, operands, **parameters)
-    reference = _forward if equation.primitive.name == FORWARD else _backward
-    return list(
-        jax.lax.platform_dependent(
-            *operands,
-            cuda=lambda *arrays: tuple(bind_attention(equation, arrays, **parameters)),
-            default=partial(reference, params),
-        )
-    )
-
-
-def _forward(params: dict[str, Any], *operands: Any) -> tuple[Any, ...]:
-    """Returns the output, and in training the logarithm of each query's sum of exponentials."""
-    query, key, value = (_heads_first(params, x) for x in operands[:3])
-    scores, is_query = _scores(params, query, key, *operands[3:6])
-    statistics = jax.nn.logsumexp(scores, axis=-1)
-    weights = jnp.exp(scores - statistics[..., None]) * is_query
-    out = jnp.einsum("bngts,bnsh->bngth", weights, _grouped(value, key.shape[1])[:, :, 0])
-    out = _as_given(params, _joined(out)).astype(operands[0].dtype)
-    return (out, _joined(statistics)) if params["is_training"] else (out,)
-
-
-def _backward(params: dict[str, Any], *operands: Any) -> tuple[Any, ...]:
-    """Returns the gradients, from the statistics of all keys, of which these may be a part.
-
-    Source: Dao et al., "FlashAttention" (2022), algorithm 4.
-    """
-    query, key, value = (_heads_first(params, x) for x in operands[:3])
-    statistics, out, cotangent = operands[10:13]
-    num_heads = key.shape[1]
-    scores, is_query = _scores(params, query, key, *operands[3:6])
-    weights = jnp.exp(scores - _grouped(statistics[..., None], num_heads)) * is_query
-    out, cotangent = (_grouped(_heads_first(params, x), num_heads) for x in (out, cotangent))
-    query, key, value = _grouped(query, num_heads), key.astype(jnp.float32), value.astype(jnp.float32)
-    of_weights = jnp.einsum("bngth,bnsh->bngts", cotangent, value) - (out * cotangent).sum(-1, keepdims=True)
-    of_scores = weights * of_weights
-    gradients = [
-        _joined(params["scale"] * jnp.einsum("bngts,bnsh->bngth", of_scores, key)),
-        params["scale"] * jnp.einsum("bngts,bngth->bnsh", of_scores, query),
-        jnp.einsum("bngts,bngth->bnsh", weights, cotangent),
-    ]
-    results = [_as_given(params, x).astype(o.dtype) for x, o in zip(gradients, operands, strict=False)]
-    if params["variadic_args"][1]:
-        bias, of_scores = operands[3], _joined(of_scores)
-        dims = [d for d, (n, m) in enumerate(zip(bias.shape, of_scores.shape, strict=True)) if n < m]
-        results.append(of_scores.sum(dims, keepdims=True).astype(bias.dtype))
-    return tuple(results)
-
-
-def _scores(
-    params: dict[str, Any], query: Any, key: Any, bias: Any, query_lengths: Any, key_lengths: Any
-) -> tuple[Any, Any]:
-    """Returns the scores `[batch, heads of keys, group, queries, keys]` and which queries there are."""
-    length, num_keys = query.shape[2], key.shape[2]
-    scores = params["scale"] * jnp.einsum("bngth,bnsh->bngts", _grouped(query, key.shape[1]), key.astype(jnp.float32))
-    if bias.ndim == 4:
-        whole = (bias.shape[0], query.shape[1], *bias.shape[2:])
-        scores = scores + _grouped(jnp.broadcast_to(bias, whole), key.shape[1])
-    place, place_of_key = jnp.arange(length)[:, None], jnp.arange(num_keys)
-    is_seen, is_query = jnp.ones((length, num_keys), bool), jnp.ones((length, 1), bool)
-    if "CAUSAL" in str(params["mask_type"]):
-        is_seen &= place >= place_of_key
-    if params.get("sliding_window_length"):
-        is_seen &= place_of_key > place - params["sliding_window_length"]
-    if "PADDING" in str(params["mask_type"]):
-        is_seen = is_seen & (place_of_key < key_lengths[:, None, None, None, None])
-        is_query = is_query & (place < query_lengths[:, None, None, None, None])
-    return jnp.where(is_seen, scores, _LARGE), is_query
-
-
-def _heads_first(params: dict[str, Any], array: Any) -> Any:
-    return array if params["layout"] else array.swapaxes(1, 2)
-
-
-_as_given = _heads_first  # the same two dimensions change places
-
-
-def _grouped(array: Any, num_heads: int) -> Any:
-    """Takes the dimension of heads apart into heads of keys and a group for each; returns float32."""
-    batch, heads, *rest = array.shape
-    return array.reshape(batch, num_heads, heads // num_heads, *rest).astype(jnp.float32)
-
-
-def _joined(array: Any) -> Any:
-    batch, heads, group, *rest = array.shape
-    return array.reshape(batch, heads * group, *rest)

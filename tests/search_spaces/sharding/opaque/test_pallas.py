@@ -15,7 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 import diffshard
 from cost.compute import equation_flops
 from search_spaces.sharding.opaque import operations, pallas
-from search_spaces.sharding.opaque.work import Parts
+from search_spaces.sharding.opaque.kernel import Parts
 from tests.search_spaces.sharding.opaque.layouts import check_layout, split_dimensions, strategies_of
 from tests.search_spaces.sharding.small_spaces import array
 
