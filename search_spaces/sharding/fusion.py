@@ -163,10 +163,10 @@ def value_ids(vertex: Vertex) -> set[int]:
 
 def moves_elements(vertex: Vertex) -> bool:
     """Returns whether a vertex is a transposition that changes the order in memory; those of size 1 do not."""
-    if vertex.primitive != "transpose" or vertex.equation is None or not isinstance(vertex.operands[0], Value):
+    if vertex.primitive != "transpose" or not isinstance(vertex.operands[0], Value):
         return False
     shape = vertex.operands[0].shape
-    order = [d for d in vertex.equation.params["permutation"] if shape[d] > 1]
+    order = [d for d in vertex.params["permutation"] if shape[d] > 1]
     return order != sorted(order)
 
 

@@ -4,7 +4,7 @@ The equations of a jaxpr are flat for the search and nested as they run for the 
 loops, branches and rematerialised regions stay regions; for the search their equations are vertices.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -86,6 +86,11 @@ class Vertex:
     def primitive(self) -> str:
         """The name of an operation's primitive; empty for every other vertex."""
         return self.equation.primitive.name if self.kind == "operation" and self.equation is not None else ""
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """The parameters of its equation; empty for arguments and constants."""
+        return {} if self.equation is None else self.equation.params
 
     @property
     def reduction_weight(self) -> float:

@@ -221,9 +221,9 @@ def _needed_share(vertex: Vertex, number: int, operand: Value) -> float:
 
 def _loop(root: Vertex) -> tuple[int, tuple[int, ...] | None]:
     """Returns how many elements a kernel runs over, and which dimensions it reduces; None for no reduction."""
-    if root.primitive.startswith(REDUCTIONS) and root.equation is not None:
+    if root.primitive.startswith(REDUCTIONS):
         operands = [o for o in root.operands if isinstance(o, Value)]
-        return (prod(operands[0].shape) if operands else 1), tuple(root.equation.params["axes"])
+        return (prod(operands[0].shape) if operands else 1), tuple(root.params["axes"])
     return max((prod(v.shape) for v in root.results), default=0), None
 
 
@@ -251,8 +251,8 @@ def copies_of(vertex: Vertex, graph: Graph, is_written: np.ndarray) -> list[floa
             if isinstance(operand, Value):
                 is_slice = graph.vertices[operand.vertex].kind == "slice"
                 copies[number] = 2.0 if is_slice or _is_rearranged(vertex, number, graph, is_written) else 0.0
-    if vertex.primitive == "conv_general_dilated" and vertex.equation is not None:
-        params = vertex.equation.params
+    if vertex.primitive == "conv_general_dilated":
+        params = vertex.params
         is_forward = all(d == 1 for d in (*params["lhs_dilation"], *params["rhs_dilation"]))
         if is_forward and any(before != after for before, after in params["padding"]):
             copies[0] += 2.0
@@ -268,14 +268,14 @@ def _is_rearranged(vertex: Vertex, number: int, graph: Graph, is_written: np.nda
     dimensions. What an elementwise kernel makes is written in the order in which it is wanted.
     """
     operand = vertex.operands[number]
-    if vertex.primitive != "dot_general" or vertex.equation is None or not isinstance(operand, Value):
+    if vertex.primitive != "dot_general" or not isinstance(operand, Value):
         return False
     order, maker = _in_memory(operand, graph, is_written)
     if not is_contraction(maker):
         return False
     if order is None:
         return True
-    contracted, batch = (dims[number] for dims in vertex.equation.params["dimension_numbers"])
+    contracted, batch = (dims[number] for dims in vertex.params["dimension_numbers"])
     roles = {**dict.fromkeys(batch, "batch"), **dict.fromkeys(contracted, "contracted")}
     blocks = [role for role, _ in groupby(roles.get(d, "other") for d in order if operand.shape[d] > 1)]
     return "batch" in blocks[1:] or len(blocks) > len(set(blocks))
@@ -288,14 +288,14 @@ def _in_memory(value: Value, graph: Graph, is_written: np.ndarray) -> tuple[list
     """
     maker = graph.vertices[value.vertex]
     identity = list(range(len(value.shape)))
-    if maker.primitive not in VIEWS or not isinstance(maker.operands[0], Value) or maker.equation is None:
+    if maker.primitive not in VIEWS or not isinstance(maker.operands[0], Value):
         return identity, maker
     source = maker.operands[0]
     if maker.primitive == "transpose":
         if is_written[value.id]:
             return identity, maker
         order, first_maker = _in_memory(source, graph, is_written)
-        permutation = list(maker.equation.params["permutation"])
+        permutation = list(maker.params["permutation"])
         return None if order is None else [permutation.index(d) for d in order], first_maker
     order, first_maker = _in_memory(source, graph, is_written)
     kept_order = [] if order is None else [d for d in order if source.shape[d] > 1]

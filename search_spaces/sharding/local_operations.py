@@ -7,7 +7,7 @@ whole: `replicated_operations.py` tells which.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,36 +18,9 @@ from search_spaces.replay import bind
 from search_spaces.sharding.base import ShardingStrategy
 from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.local_blocks import Blocks, bits_of_block
-from search_spaces.sharding.local_ragged_products import groups_of_block, ragged_contraction
 from search_spaces.sharding.opaque.kernel import Parts
 from search_spaces.sharding.opaque.operations import opaque_of
 from search_spaces.sharding.spec import axes_in, parts_of
-
-
-def users_shard_map(equation: core.JaxprEqn, operands: Sequence[Any], source: str) -> list[Any]:
-    """Runs the body of a user's own `shard_map`, which is written for blocks and names the mesh's axes."""
-    if equation.params.get("check_vma"):
-        raise ValueError(
-            f'`executor` "program" cannot run a `jax.shard_map` with `check_vma=True` ({source}). '
-            'Give it `check_vma=False`, or take `executor="constraints"`.'
-        )
-    return list(core.jaxpr_as_fun(core.ClosedJaxpr(equation.params["jaxpr"], ()))(*operands))
-
-
-def on_first_device(equation: core.JaxprEqn, operands: Sequence[Any], blocks: Blocks) -> list[Any]:
-    """Runs a callback that has no results, such as `jax.debug.print`, on the first device of the mesh only."""
-    is_first = blocks.index(range(len(blocks.axis_sizes))) == 0
-    lax.cond(is_first, lambda *arrays: (bind(equation, arrays), None)[1], lambda *arrays: None, *operands)
-    return []
-
-
-def refused_callback(source: str) -> NoReturn:
-    """Raises `ValueError` for a callback with effects and results, which every device would call."""
-    raise ValueError(
-        f'`executor` "program" cannot run a `jax.experimental.io_callback` ({source}), which every device would call. '
-        'Take `executor="constraints"`.'
-    )
-
 
 # fmt: off
 # What combines their partial results, where a dimension that they reduce is split.
@@ -202,12 +175,28 @@ def _contraction(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
     return call.bind(unpadded(call, operands, contracted))
 
 
+def ragged_contraction(numbers: lax.RaggedDotDimensionNumbers) -> bool:
+    """Returns whether a ragged product contracts the rows of each group, so that its first dimension has the groups."""
+    return set(numbers.lhs_ragged_dimensions) <= set(numbers.dot_dimension_numbers[0][0])
+
+
 def _ragged_product(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
-    """Runs a product of groups of rows; where a part of the groups is made here, on the rows that these have."""
+    """Runs a product of groups of rows.
+
+    A device that makes the matrices of some groups only, such as the weight gradients of its experts, rolls the rows
+    until its own groups come first and gives the sizes of these alone, because rows beyond all groups count nothing.
+    """
     numbers, spec = call.equation.params["ragged_dot_dimension_numbers"], call.strategy.unreduced[0]
-    if ragged_contraction(numbers) and spec[0]:
-        operands = groups_of_block(operands, numbers, call.blocks.index(spec[0]), call.result_shapes[0][0])
-    return call.bind(operands)
+    if not (ragged_contraction(numbers) and spec[0]):
+        return call.bind(operands)
+    (lhs, rhs, sizes), num_groups = operands, call.result_shapes[0][0]
+    start = call.blocks.index(spec[0]) * num_groups
+    own_sizes = lax.dynamic_slice_in_dim(sizes, start, num_groups)
+    rows_before = jnp.sum(jnp.where(jnp.arange(sizes.shape[0]) < start, sizes, 0))
+    (lhs_contracting, rhs_contracting), _ = numbers.dot_dimension_numbers
+    (ragged,) = numbers.lhs_ragged_dimensions
+    rhs_ragged = rhs_contracting[tuple(lhs_contracting).index(ragged)]
+    return call.bind([jnp.roll(lhs, -rows_before, ragged), jnp.roll(rhs, -rows_before, rhs_ragged), own_sizes])
 
 
 def _reduction(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
@@ -242,7 +231,8 @@ def _gather(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
     """Looks rows up. Of a table whose rows are split, a device gives those that it has and zeros for all others."""
     params, spec = call.equation.params, call.strategy.operands[0]
     numbers, (table, indices) = params["dimension_numbers"], operands
-    sizes = _window_sizes(params["slice_sizes"], call.operand_shape(0), table.shape)
+    windows = zip(params["slice_sizes"], call.operand_shape(0), table.shape, strict=True)
+    sizes = tuple(of_block if size == whole else size for size, whole, of_block in windows)  # whole ones stay whole
     looked_up = [(k, d) for k, d in enumerate(numbers.start_index_map) if spec[d] and params["slice_sizes"][d] == 1]
     if not any(call.operand_shape(0)[d] > 1 for _, d in looked_up):
         return call.bind(operands, slice_sizes=sizes)
@@ -298,11 +288,6 @@ def _rows_here(
     return has_row & in_table, in_table, indices
 
 
-def _window_sizes(sizes: Sequence[int], shape: Sequence[int], block_shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the window of a gather on a block: whole dimensions stay whole."""
-    return tuple(b if s == n else s for s, n, b in zip(sizes, shape, block_shape, strict=True))
-
-
 def _fill_value(given: Any, dtype: Any) -> Any:
     """Returns what `lax.gather` gives for indices that are out of bounds."""
     if given is not None:
@@ -337,6 +322,32 @@ def _random_bits(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
     return [bits_of_block(operands[0], value.shape, shape, positions, call.equation.params["bit_width"])]
 
 
+def _users_shard_map(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
+    """Runs the body of a user's own `shard_map`, which is written for blocks and names the mesh's axes."""
+    if call.equation.params.get("check_vma"):
+        raise ValueError(
+            f'`executor` "program" cannot run a `jax.shard_map` with `check_vma=True` ({call.vertex.source}). '
+            'Give it `check_vma=False`, or take `executor="constraints"`.'
+        )
+    return list(core.jaxpr_as_fun(core.ClosedJaxpr(call.equation.params["jaxpr"], ()))(*operands))
+
+
+def _on_first_device(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
+    """Runs a callback that has no results, such as `jax.debug.print`, on the first device of the mesh only."""
+    is_first = call.blocks.index(range(len(call.blocks.axis_sizes))) == 0
+    lax.cond(is_first, lambda *arrays: (bind(call.equation, arrays), None)[1], lambda *arrays: None, *operands)
+    return []
+
+
+def _refused_callback(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
+    """Raises `ValueError` for a callback with effects and results, which every device would call."""
+    del operands
+    raise ValueError(
+        f'`executor` "program" cannot run a `jax.experimental.io_callback` ({call.vertex.source}), which every device '
+        'would call. Take `executor="constraints"`.'
+    )
+
+
 PLACED_OPERATIONS: dict[str, Callable[[LocalCall, Sequence[Any]], list[Any]]] = {
     "iota": _iota,
     "random_bits": _random_bits,
@@ -352,8 +363,8 @@ PLACED_OPERATIONS: dict[str, Callable[[LocalCall, Sequence[Any]], list[Any]]] = 
     "scatter-max": _scatter,
     "dynamic_update_slice": _dynamic_update_slice,
     "sharding_constraint": lambda call, operands: list(operands),
-    "shard_map": lambda call, operands: users_shard_map(call.equation, operands, call.vertex.source),
-    "io_callback": lambda call, operands: refused_callback(call.vertex.source),
-    "debug_callback": lambda call, operands: on_first_device(call.equation, operands, call.blocks),
-    "debug_print": lambda call, operands: on_first_device(call.equation, operands, call.blocks),
+    "shard_map": _users_shard_map,
+    "io_callback": _refused_callback,
+    "debug_callback": _on_first_device,
+    "debug_print": _on_first_device,
 }

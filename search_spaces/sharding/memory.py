@@ -279,7 +279,7 @@ def share_memory(graph: Graph, is_written: np.ndarray, interval: np.ndarray, las
 
 def has_one_trip(vertex: Vertex) -> bool:
     """Returns whether the loop of a vertex is a scan with one trip."""
-    return vertex.equation is not None and vertex.equation.params.get("length") == 1
+    return vertex.params.get("length") == 1
 
 
 class HeldArray(NamedTuple):

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 
 from search_spaces.sharding.base import ShardingStrategy
 from search_spaces.sharding.graph import Graph, Value, Vertex
-from search_spaces.sharding.local_operations import PARAMETERS, PLACED_OPERATIONS, REDUCTIONS
-from search_spaces.sharding.local_ragged_products import ragged_contraction
+from search_spaces.sharding.local_operations import PARAMETERS, PLACED_OPERATIONS, REDUCTIONS, ragged_contraction
 from search_spaces.sharding.opaque.operations import RIGHT_SIDES, can_split, opaque_of
 from search_spaces.sharding.spec import axes_in, parts_of
 
@@ -61,8 +60,7 @@ def impossible_operations(graph: Graph) -> list[Vertex]:
     These are users' own mappings that track over which axes values vary, and callbacks with effects and results, which
     every device would call.
     """
-    equations = ((v, v.equation) for v in graph.operations())
-    return [v for v, e in equations if e is not None and (e.params.get("check_vma") or v.primitive == "io_callback")]
+    return [v for v in graph.operations() if v.params.get("check_vma") or v.primitive == "io_callback"]
 
 
 def is_replicated(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
@@ -88,8 +86,7 @@ _Condition = Callable[[Vertex, ShardingStrategy, tuple[int, ...]], bool]
 def _windows_are_whole(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
     """Returns whether no split dimension has a window or padding."""
     del axis_sizes
-    assert vertex.equation is not None
-    params, spec = vertex.equation.params, strategy.operands[0]
+    params, spec = vertex.params, strategy.operands[0]
     windows = params.get("window_dimensions", (1,) * len(spec))
     padding = params.get("padding_config", params.get("padding", ((0, 0),) * len(spec)))
     return all(not axes or (w == 1 and not any(p)) for axes, w, p in zip(spec, windows, padding, strict=True))
@@ -101,10 +98,9 @@ def _groups_are_whole(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tu
     The groups are the major part of the features of both operands (`feature_group_count`), or of the batch of the first
     and the features that the second makes (`batch_group_count`); there a block has some of the groups.
     """
-    assert vertex.equation is not None
     if not _is_even(vertex, strategy, axis_sizes):
         return False
-    params, (image, kernel) = vertex.equation.params, strategy.operands
+    params, (image, kernel) = vertex.params, strategy.operands
     lhs, rhs, _ = params["dimension_numbers"]
     for grouped, count in ((lhs[1], params["feature_group_count"]), (lhs[0], params["batch_group_count"])):
         if count == 1:
@@ -117,8 +113,7 @@ def _groups_are_whole(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tu
 
 def _groups_start_alike(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
     """Returns whether a ragged product is even, and makes all groups or has one vector of their sizes for all rows."""
-    assert vertex.equation is not None
-    numbers, sizes = vertex.equation.params["ragged_dot_dimension_numbers"], strategy.operands[2]
+    numbers, sizes = vertex.params["ragged_dot_dimension_numbers"], strategy.operands[2]
     splits_groups = ragged_contraction(numbers) and any(strategy.unreduced[0][:1])
     return _is_even(vertex, strategy, axis_sizes) and (not splits_groups or len(sizes) == 1)
 
@@ -137,8 +132,7 @@ def _is_even(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, 
 def _gathers_rows(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
     """Returns whether a table's split dimensions are looked up by row, taken whole, or go along with the indices."""
     del axis_sizes
-    assert vertex.equation is not None
-    numbers, sizes = vertex.equation.params["dimension_numbers"], vertex.equation.params["slice_sizes"]
+    numbers, sizes = vertex.params["dimension_numbers"], vertex.params["slice_sizes"]
     shape, is_boolean = vertex.operands[0].shape, vertex.results[0].dtype == jnp.bool  # pyright: ignore[reportAttributeAccessIssue]
     if strategy.operands[1] and strategy.operands[1][-1]:
         return False
@@ -153,8 +147,7 @@ def _gathers_rows(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[
 def _scatters_rows(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
     """Returns whether split dimensions are updated by row, as a whole, or go along with the indices."""
     del axis_sizes
-    assert vertex.equation is not None
-    numbers = vertex.equation.params["dimension_numbers"]
+    numbers = vertex.params["dimension_numbers"]
     if strategy.operands[1] and strategy.operands[1][-1]:
         return False
     for d, axes in enumerate(strategy.operands[0]):
@@ -169,7 +162,7 @@ def _counts_its_bits(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tup
     """Returns whether random bits are those of threefry keys, and each has a counter below 2^32 of its own."""
     del strategy, axis_sizes
     assert vertex.equation is not None
-    (key,), shape = vertex.operands, vertex.equation.params["shape"]
+    (key,), shape = vertex.operands, vertex.params["shape"]
     is_threefry = isinstance(key, Value) and str(key.dtype) == "key<fry>"
     return is_threefry and vertex.equation.ctx.threefry_partitionable and prod(shape) < 2**32
 
@@ -197,8 +190,7 @@ def is_partitioned_wrongly(vertex: Vertex, strategy: ShardingStrategy) -> bool:
     """
     if vertex.primitive != "dot_general":
         return False
-    assert vertex.equation is not None
-    (contracted, _), (batch, _) = vertex.equation.params["dimension_numbers"]
+    (contracted, _), (batch, _) = vertex.params["dimension_numbers"]
     (operand, *_), (before,), (after,) = strategy.operands, strategy.unreduced, strategy.results
     summed = axes_in(tuple(operand[d] for d in contracted))
     is_scattered = any(before[d] and summed & set(after[d]) for d in range(len(batch)))  # they come first in a result

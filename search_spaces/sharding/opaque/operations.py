@@ -215,9 +215,8 @@ def runs_on_parts(vertex: Vertex) -> bool:
     """
     if opaque_of(vertex) is not None or vertex.primitive in RIGHT_SIDES:
         return True
-    params = vertex.equation.params if vertex.equation is not None else {}
     is_convolution = vertex.primitive == "conv_general_dilated"
-    return is_convolution and max(params["feature_group_count"], params["batch_group_count"]) > 1
+    return is_convolution and max(vertex.params["feature_group_count"], vertex.params["batch_group_count"]) > 1
 
 
 def name_of(vertex: Vertex) -> str:
