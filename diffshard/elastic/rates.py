@@ -111,19 +111,18 @@ def terms_of(plan: PlanData, log_slowness: np.ndarray) -> PlanTerms:
     """Returns the terms of a plan that was priced for hardware of this slowness, `[R]`."""
     names = rate_names(plan.mesh_axes)
     computing, held, beside = np.zeros((3, len(names)))
-    products_s = plan.compute_s if plan.computing is None else min(plan.computing.products_s, plan.compute_s)
+    products_s = min(plan.computing.products_s, plan.compute_s)
     computing[:2] = products_s, plan.compute_s - products_s
     parts: defaultdict[tuple, float] = defaultdict(float)
     for i, o in enumerate(plan.operations):
         parts[i, o.operands, o.unreduced, o.results, o.format] += o.compute_s
     for c in plan.collectives:
-        link_s = c.seconds if c.link_s is None else c.link_s
         sent = float(collective_sent_bytes(c.kind, c.num_bytes, plan.mesh_axes[c.axis]))  # pyright: ignore[reportArgumentType]
         lines = plan.hardware.link(c.axis).lines(c.kind)  # pyright: ignore[reportArgumentType]
         fastest = min(lines, key=lambda line: line.latency_s + line.s_per_byte * sent)
-        bytes_s = min(c.count * sent * fastest.s_per_byte, link_s)
-        own = beside if c.seconds < link_s else held
-        own[names.index(f"latency of {c.axis}")] += link_s - bytes_s
+        bytes_s = min(c.count * sent * fastest.s_per_byte, c.link_s)
+        own = beside if c.seconds < c.link_s else held
+        own[names.index(f"latency of {c.axis}")] += c.link_s - bytes_s
         own[names.index(f"bytes of {c.axis}")] += bytes_s
         parts[c.kind, c.axis, c.num_bytes, c.made_by, c.read_by] += c.seconds
     return PlanTerms(computing, held, beside, plan.hardware.exposed_share, log_slowness, parts)

@@ -51,8 +51,7 @@ class Tensor:
       given: whether the user fixed the spec.
       next_best_spec: the next best spec if everything else is unchanged; None if there is no other.
       next_best_s: seconds that the next best spec would add to the step.
-      logical_axes: names of its dimensions in flax's metadata, "" for those without; None without any, and in plans of
-        older versions.
+      logical_axes: names of its dimensions in flax's metadata, "" for those without; None without any.
       on_host: whether it is in pinned memory of the host between steps, each device's part.
     """
 
@@ -102,7 +101,7 @@ class Operation:
       next_best_spec: the next best spec of the first result if everything else is unchanged; None if there is no other.
       next_best_s: seconds that the next best spec would add to the step.
       reductions: for each result of an operation the collectives that finish its partial results, as (kind, mesh axis)
-        in order; empty in plans that were saved before they were written down.
+        in order; empty for other origins.
       format: the name of the format to which a product's operands are rounded before they are multiplied, such as
         "float8"; "" for what runs as it was traced.
       sent_in: the format of the codes in which partial sums are sent, such as "int8"; "" for the result's own type.
@@ -139,10 +138,8 @@ class PredictedCollective:
       count: executions in one step.
       seconds: that the step waits for all executions.
       operation: index into `PlanData.operations`.
-      link_s: that all executions keep their link busy, more than `seconds` where they overlap with arithmetic; None in
-        plans of older versions, which count all of it as waiting.
-      made_by: index into `PlanData.operations` of the operation, or argument, whose result it moves; None in plans of
-        older versions.
+      link_s: that all executions keep their link busy, more than `seconds` where they overlap with arithmetic.
+      made_by: index into `PlanData.operations` of the operation, or argument, whose result it moves.
       read_by: index of the operation that reads what it leaves, the first of several, or of the argument that this
         replaces in the next call; None where nothing reads it.
     """
@@ -153,9 +150,9 @@ class PredictedCollective:
     count: Amount
     seconds: Amount
     operation: Index
-    link_s: Amount | None = None
-    made_by: Index | None = None
-    read_by: Index | None = None
+    link_s: Amount
+    made_by: Index
+    read_by: Index | None
 
 
 @dataclass(frozen=True)
@@ -226,31 +223,30 @@ class PlanData(Certified):
       notes: what a reader should know, such as operations without a sharding rule or loops of unknown length.
       static_argnums, donate_argnums, static_argnames, donate_argnames: as in `jax.jit`; names are of arguments that are
         taken by keyword only.
-      parameters: the names of the arguments in order; empty in plans of older versions.
+      parameters: the names of the arguments in order.
       executor: how the function runs with this plan.
       logical_axis_rules: what flax's logical names of activations mean while the function is traced; an expert's plan
         has them.
       comparison: the compiled programs of this plan and of others, where the search was asked to judge by these.
-      memory: where in the step how much memory is in use; None in plans of older versions.
+      memory: where in the step how much memory is in use.
       remat: what is kept from forward to backward and what is computed again; None where the search did not choose it.
       objective: what was made small in place of the seconds of a step; None for these.
       whole_work: arithmetic that several devices repeat because it cannot be split, the most expensive first, without
-        what takes less than a hundredth of `compute_s`; empty in plans of older versions.
-      function_digest: a hash of the traced function, its arguments' types, and the versions of JAX and diffshard; "" in
-        plans of older versions.
+        what takes less than a hundredth of `compute_s`.
+      function_digest: a hash of the traced function, its arguments' types, and the versions of JAX and diffshard.
       shapes: the shapes of the mesh that were tried, the best first; empty where the mesh was given.
       formats: number formats that were searched together with the shardings, and what they do to the loss; None where
         the function keeps its own.
       residuals: what devices have not sent yet of the sums that are sent with error feedback, and the maxima of delayed
         scales, as arrays beside the argument in whose path they are; empty where there are neither.
       delayed_scales: the operands that the rows of these maxima are of, in order, also of products that are not in the
-        format; empty where there are none, and in plans of older versions.
+        format; empty where there are none.
       stored_in: the file of a store of plans from which it was taken instead of a search; "" if it was searched.
       timeline: the step as a program for each device, played in its own order; None for other executors, where
-        collectives hold arithmetic, and in plans of older versions.
-      computing: `compute_s` divided into products and memory traffic; None in plans of older versions.
-      advice: what would make the step faster or smaller, what gains most first; empty where nothing would, in plans
-        that no search made, and in those of older versions.
+        collectives hold arithmetic.
+      computing: `compute_s` divided into products and memory traffic.
+      advice: what would make the step faster or smaller, what gains most first; empty where nothing would, and in plans
+        that no search made.
       offloads_state: whether arrays of the state could be placed in the host's memory; the steps of the function behind
         its last product then run as early as they can.
       mesh: the mesh; after loading it is abstract, unless `load` was given one.
@@ -274,26 +270,26 @@ class PlanData(Certified):
     search_s: Amount
     history: History
     notes: tuple[str, ...]
+    parameters: tuple[str, ...]
+    memory: MemoryProfile
+    computing: PredictedComputing
+    function_digest: str = field(compare=False)
     static_argnums: tuple[Index, ...] = ()
     donate_argnums: tuple[Index, ...] = ()
     static_argnames: tuple[str, ...] = ()
     donate_argnames: tuple[str, ...] = ()
-    parameters: tuple[str, ...] = ()
     executor: Executor = "constraints"
     logical_axis_rules: LogicalAxisRules = ()
     comparison: Comparison | None = None
-    memory: MemoryProfile | None = None
     remat: Rematerialisation | None = None
     objective: PlannedObjective | None = None
     whole_work: tuple[WholeWork, ...] = ()
-    function_digest: str = field(default="", compare=False)
     shapes: tuple[TriedShape, ...] = ()
     formats: PlannedFormats | None = None
     residuals: tuple[Tensor, ...] = ()
     delayed_scales: tuple[DelayedScale, ...] = ()
     stored_in: str = field(default="", compare=False)
     timeline: PredictedTimeline | None = None
-    computing: PredictedComputing | None = None
     advice: tuple[Advice, ...] = ()
     offloads_state: bool = False
     mesh: Mesh | AbstractMesh | None = field(default=None, compare=False, repr=False)

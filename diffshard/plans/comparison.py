@@ -36,7 +36,7 @@ class ComparedPlan:
       predicted_peak_bytes, compiled_peak_bytes: peak memory of one device.
       fits: whether `compiled_peak_bytes` is within the plan's memory limit; true where it is not known.
       notes: what a reader should know, such as why it was not compiled.
-      lanes: when the timeline does what; empty where there is no timeline, and in files of older versions.
+      lanes: when the timeline does what; empty where there is no timeline.
     """
 
     name: str

@@ -124,8 +124,8 @@ def _check_operation(operation: Operation, axes: Iterable[str], name: str) -> No
             f"`{name}` must have as many `unreduced` and `value_specs` as `results`, {count}, not "
             f"{len(operation.unreduced)} and {len(operation.value_specs)}"
         )
-    if operation.reductions and len(operation.reductions) != count:
-        raise ValueError(f"`{name}.reductions` must be of {count} results or none, not {len(operation.reductions)}")
+    if (operation.kind == "operation" or operation.reductions) and len(operation.reductions) != count:
+        raise ValueError(f"`{name}.reductions` must be of {count} results, not {len(operation.reductions)}")
     for kind, axis in itertools.chain.from_iterable(operation.reductions):
         if kind not in COLLECTIVE_KINDS or axis not in axes:
             raise ValueError(f"`{name}.reductions` has {kind!r} along {axis!r}, which is no collective of this mesh")
@@ -170,8 +170,6 @@ def _check_whole_work(plan: PlanData) -> None:
 
 def _check_memory(plan: PlanData) -> None:
     """Checks that the profile of memory names the plan's own operations, in order, and its own peak."""
-    if plan.memory is None:
-        return
     indices = [index for index, _ in plan.memory.changes]
     last = len(plan.operations) - 1
     if indices[:1] != [-1] or indices[-1] > last or any(a >= b for a, b in itertools.pairwise(indices)):
@@ -200,8 +198,6 @@ def _check_timeline(plan: PlanData) -> None:
 
 def _check_computing(plan: PlanData) -> None:
     """Checks that the parts of computing are all of it."""
-    if plan.computing is None:
-        return
     compute_s = plan.computing.products_s + plan.computing.traffic_s
     if not math.isclose(plan.compute_s, compute_s, rel_tol=_TOLERANCE, abs_tol=_LEAST_S):
         raise ValueError(f"`computing` has {compute_s!r} seconds together, where `compute_s` is {plan.compute_s!r}")

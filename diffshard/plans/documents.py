@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_args
 
-from cost.base import Link
 from diffshard.base import PlanError
 from diffshard.files import checked_path, write_whole
-from diffshard.plans.json_values import from_json_values, link_from_json, to_json_values
+from diffshard.plans.json_values import from_json_values, to_json_values
 from diffshard.rare_collections import rare_collections
 
 SHARDING, BILEVEL, PIPELINE = "diffshard plan", "diffshard bilevel plan", "diffshard pipeline plan"
@@ -171,7 +170,7 @@ class RecordFile:
         def make(values: dict[str, Any]) -> _T:
             if missing := [f"`{field}`" for field in self.needed if field not in values]:
                 raise ValueError(f"it has no {' and no '.join(missing)}")
-            made: _T = from_json_values(record, values, {Link: link_from_json, **readers})
+            made: _T = from_json_values(record, values, readers)
             self.check(made)
             return made
 

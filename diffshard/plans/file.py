@@ -11,15 +11,14 @@ from typing import Any, TypeVar
 
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from cost.base import Link
 from diffshard.base import PlanError
 from diffshard.plans.base import Operation, PlanData, PredictedCollective, Tensor
 from diffshard.plans.consistency import check_plan
 from diffshard.plans.documents import SHARDING, made_of, read, write
-from diffshard.plans.json_values import MisfitError, from_json_values, link_from_json, to_json_values
+from diffshard.plans.json_values import MisfitError, from_json_values, to_json_values
 from search_spaces.partition_specs import NamedSpec
 
-VERSION = 3
+VERSION = 4
 _RECORDS = {
     "arguments": Tensor, "outputs": Tensor, "residuals": Tensor,
     "operations": Operation, "collectives": PredictedCollective,
@@ -115,7 +114,6 @@ def _plan_from_values(
     converters: dict[Any, Any] = {
         NamedSpec: spec,
         NamedSpec | None: lambda number: None if number is None else spec(number),
-        Link: link_from_json,
     }
     if places is None:
         distinct, order, places = _distinct(values["operations"])

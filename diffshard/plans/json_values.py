@@ -15,8 +15,6 @@ from typing import Annotated, Any, Literal, NewType, Union, get_args, get_origin
 
 import numpy as np
 
-from cost.base import Link
-
 JsonValues = NewType("JsonValues", object)
 """JSON values of the user's, which are read as they are."""
 _NOT_FINITE = ("inf", "-inf", "nan")
@@ -96,17 +94,6 @@ def from_json_values(hint: Any, value: Any, converters: Mapping[Any, Any] | None
     if hint is type(None) and value is None:
         return None
     raise _other_type(hint, value)
-
-
-def link_from_json(values: Any) -> Link:
-    """Returns a link from JSON values, also from those that were saved before links had lines by kind."""
-    values = dict(values) if isinstance(values, dict) else values
-    by_kind = {}
-    for kind in ("all_to_all", "reduce_scatter"):
-        s_per_byte = values.pop(f"{kind}_s_per_byte", None) if isinstance(values, dict) else None
-        if s_per_byte is not None:
-            by_kind[kind] = [{"latency_s": values.get("latency_s"), "s_per_byte": s_per_byte}]
-    return from_json_values(Link, {**values, "by_kind": by_kind} if by_kind else values)
 
 
 def _number(hint: Any, value: Any) -> Any:

@@ -104,12 +104,10 @@ class LayerTraffic(NamedTuple):
     Attributes:
       between: those between layers, in the order of the layers that make the arrays.
       inside: those on arrays that are made and read in one layer.
-      unknown_bytes: in plans of older versions, which do not say who reads.
     """
 
     between: tuple[LayerFlow, ...]
     inside: tuple[LayerFlow, ...]
-    unknown_bytes: float
 
 
 def layer_traffic(plan: PlanData, shown_layers: Sequence[Layer]) -> LayerTraffic:
@@ -117,13 +115,9 @@ def layer_traffic(plan: PlanData, shown_layers: Sequence[Layer]) -> LayerTraffic
     layer_of = layers_of_operations(plan)
     shown = {member: layer.name for layer in shown_layers for member in layer.members}
     order = {layer.name: i for i, layer in enumerate(shown_layers)}
-    unknown_bytes = 0.0
     totals: dict[tuple[bool, str, str, Direction, str, str], list[float]] = {}
     for c in plan.collectives:
         amounts = (c.count, c.count * c.num_bytes, c.seconds)
-        if c.made_by is None:
-            unknown_bytes += amounts[1]
-            continue
         reader = c.made_by if c.read_by is None else c.read_by
         direction = direction_of(plan, reader if plan.operations[c.made_by].kind == "input" else c.made_by)
         source, target = layer_of[c.made_by], layer_of[reader]
@@ -135,7 +129,7 @@ def layer_traffic(plan: PlanData, shown_layers: Sequence[Layer]) -> LayerTraffic
     flows.sort(key=lambda pair: [order.get(name, len(order)) for name in pair[1][:2]])
     shown_flows = [(is_inside, flow) for is_inside, flow in flows if is_shown(flow.num_bytes)]
     inside, between = (tuple(f for is_inside, f in shown_flows if is_inside == wanted) for wanted in (True, False))
-    return LayerTraffic(between, inside, unknown_bytes)
+    return LayerTraffic(between, inside)
 
 
 def flows_below(traffic: LayerTraffic, shown_layers: Sequence[Layer]) -> list[list[LayerFlow]]:

@@ -19,7 +19,7 @@ from diffshard.plans.page_elements import (
     table,
 )
 from diffshard.plans.sections import HeldTensor
-from diffshard.plans.summary import device_bytes, operation_name, result_type, type_bytes
+from diffshard.plans.summary import operation_name, result_type, type_bytes
 
 MAX_ROWS = 14
 """Lines of the table of arrays at the peak, the largest ones: they nearly always hold nine tenths of it."""
@@ -64,8 +64,6 @@ def memory_elements(plan: PlanData) -> str:
     limit = plan.memory_limit_bytes
     has_limit = not math.isinf(limit)
     title = "Memory of a device" + (f", of {format_bytes(limit)}" if has_limit else "")
-    if plan.memory is None:
-        return f"<h2>{title}</h2>{_bar_of_arguments(plan)}"
     groups = held_groups(plan)
     return f"<h2>{title}</h2>{_bar_at_peak(plan, groups)}{_drawing(plan)}{_table(plan, groups)}"
 
@@ -81,19 +79,6 @@ def _name(plan: PlanData, tensor: HeldTensor) -> str:
     operation = plan.operations[tensor.operation]
     name = operation_name(plan, tensor.operation)
     return f"{name} {tensor.result}" if len(operation.results) > 1 else name
-
-
-def _bar_of_arguments(plan: PlanData) -> str:
-    """Draws the bytes of a device by argument, and what the step adds to them at its peak."""
-    by_argument: dict[str, float] = {}
-    for tensor in plan.arguments:
-        name = tensor.path.split("[", 1)[0]
-        by_argument[name] = by_argument.get(name, 0.0) + device_bytes(plan, tensor)
-    rest = plan.peak_bytes - sum(by_argument.values())
-    by_argument["activations, gradients and copies at the peak"] = max(rest, 0.0)
-    colours = (COMPUTE, *COLOURS)
-    pieces = [(n, b, format_bytes(b), colours[i % len(colours)]) for i, (n, b) in enumerate(by_argument.items())]
-    return bar(pieces, _whole(plan, sum(by_argument.values())))
 
 
 def _bar_at_peak(plan: PlanData, groups: list[HeldGroup]) -> str:

@@ -73,7 +73,7 @@ class PlannedFormats:
       max_loss_increase: the limit.
       loss_increase: predicted for the plan: the sum over its groups, of each the part in its format.
       groups: those that gain time in float8 on some sharding, the ones that gain most first.
-      measured_increase: of the formats together; None where nothing was measured, and in plans of older versions.
+      measured_increase: of the formats together; None where nothing was measured.
       measured_by: what that was measured by; "" for nothing.
       trials: what was measured together, in this order.
       increases_by: what told the increase of each group, as in `Formats`; "" where they were given.

@@ -161,8 +161,6 @@ def _time(plan: PlanData) -> str:
 
 def _computing(plan: PlanData) -> list[tuple[str, float, str, str]]:
     """Returns the pieces of the bar of time that are computing."""
-    if plan.computing is None:
-        return [("computing", plan.compute_s, format_s(plan.compute_s), COMPUTE)]
     return [
         (part.name, part.seconds, part.amounts, colour)
         for part, colour in zip(computing_parts(plan.computing), (COMPUTE, TRAFFIC), strict=True)
@@ -205,10 +203,9 @@ def _graph(plan: PlanData, shown_layers: Sequence[Layer], fills: dict[frozenset[
     between, inside = (sum(flow.num_bytes for flow in flows) for flows in (traffic.between, traffic.inside))
     amounts = [format_bytes(num_bytes) if is_shown(num_bytes) else "nothing" for num_bytes in (between, inside)]
     sums = f"In one step, collectives move {amounts[0]} between layers and {amounts[1]} inside them."
-    sums = "" if traffic.unknown_bytes else f"<div class=dim>{sums}</div>"
     return (
-        f"<h2>Layers</h2>{sums}<div class=key style='margin-bottom:14px'>split over:&nbsp;{key}</div>{head}"
-        f"{''.join(cards_and_flows)}"
+        f"<h2>Layers</h2><div class=dim>{sums}</div><div class=key style='margin-bottom:14px'>split over:&nbsp;{key}"
+        f"</div>{head}{''.join(cards_and_flows)}"
     )
 
 

@@ -74,8 +74,7 @@ def _header(plan: PlanData) -> str:
         f"  step     {format_s(plan.step_s)} predicted: computing {format_s(plan.compute_s)}, "
         f"communicating {format_s(communication_s)}",
     ]
-    if plan.computing is not None:
-        lines += [f"          {part.name} {part.amounts}" for part in computing_parts(plan.computing) if part.seconds]
+    lines += [f"          {part.name} {part.amounts}" for part in computing_parts(plan.computing) if part.seconds]
     rows = [
         ("", total.kind, total.axis, f"{total.count:,.0f}x", format_bytes(total.num_bytes), total.time)
         for total in collective_totals(plan)

@@ -141,7 +141,7 @@ def _of_float8(request: PlanRequest, plan: Plan, choice: Choice) -> Iterator[Adv
     trains = any(argument is not None for argument in space.graph.feedback)
     if not (has_float8 and trains) or plan.formats or plan.remat or plan.objective or plan.executor != "program":
         return
-    if computing is None or computing.products_s < _LEAST_PRODUCTS * plan.step_s:
+    if computing.products_s < _LEAST_PRODUCTS * plan.step_s:
         return
     products = [(vertex.index, "float8") for vertex in space.graph.vertices if takes_formats(vertex)]
     _, saved_s = best_formats(space.with_formats(dict.fromkeys(products, 0.0)), choice)

@@ -93,7 +93,7 @@ def overflows_of(plan: PlanData, state: Carried) -> dict[str, int]:
     counts = [np.asarray(array)[0, :, HISTORY] for key, array in state.residuals.items() if key.startswith("maxima")]
     rows = sum(scale.num_rows for scale in plan.delayed_scales)
     if any(len(own) != rows for own in counts):
-        raise PlanError("The maxima of the state are those of another plan, or the plan is of an older version.")
+        raise PlanError("The maxima of the state are those of another plan.")
     found = Counter[str]()
     for own in counts:
         ends = np.cumsum([scale.num_rows for scale in plan.delayed_scales])[:-1]

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from diffshard.base import PlanError
 from diffshard.plans.base import Executor, PlanData, Tensor
 from diffshard.sharding_search.call import array_types
-from diffshard.sharding_search.layout import has_reductions, layout_of
+from diffshard.sharding_search.layout import layout_of
 from diffshard.sharding_search.options import has_explicit_axes, with_automatic_axes
 from diffshard.sharding_search.tracing import TracedFunction
 from search_spaces.sharding.base import Layout
@@ -165,11 +165,6 @@ def _evaluator(
     if plan.executor == "constraints":
         _check_partitioned_rightly(space.graph, layout)
         return space.execution(layout, mesh)
-    if not has_reductions(plan):
-        raise PlanError(
-            "The plan does not say how partial results are finished, because an older version saved it. "
-            'Use `executor="constraints"`, or search again.'
-        )
     program = space.device_program(layout, mesh)
     if [residual.shape for residual in program.residuals.values()] != [tensor.shape for tensor in plan.residuals]:
         raise PlanError(

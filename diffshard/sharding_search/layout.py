@@ -136,11 +136,6 @@ def _check_exchanges(plan: PlanData, space: ShardingSpace, layout: Layout) -> No
             )
 
 
-def has_reductions(plan: PlanData) -> bool:
-    """Returns whether a plan says how partial results are finished; one that an older version saved does not."""
-    return all(len(o.reductions) == len(o.results) for o in plan.operations if o.kind == "operation")
-
-
 def _reductions(
     operation: Operation,
     unreduced: tuple[IndexedSpec, ...],

@@ -206,7 +206,7 @@ class Plan(PlanData):
         argument: str | None,
         cast: bool = False,
     ) -> tuple[Tensor, ...]:
-        of_argument = {name: self._tensors_of(name) for name in self._parameters if not self._is_static(name)}
+        of_argument = {name: self._tensors_of(name) for name in self.parameters if not self._is_static(name)}
         return fitting_tensors(of_argument, self.function, paths_of, arrays, argument, cast)
 
     def local_parts(self, name: str) -> dict[str, LocalPart]:
@@ -226,8 +226,8 @@ class Plan(PlanData):
           PlanError: there is no such argument, or the plan's mesh has no devices.
         """
         mesh = self.placed_mesh
-        if name not in self._parameters:
-            raise PlanError(f"The plan was made for the arguments {', '.join(self._parameters)}, not {name!r}.")
+        if name not in self.parameters:
+            raise PlanError(f"The plan was made for the arguments {', '.join(self.parameters)}, not {name!r}.")
         return {t.path: local_part(NamedSharding(mesh, t.partition_spec), t.shape) for t in self._tensors_of(name)}
 
     def _placed(self, args: Sequence[Any], kwargs: Mapping[str, Any], place: PlaceArrays) -> Any:
@@ -235,7 +235,7 @@ class Plan(PlanData):
         mesh, placed_arguments = self.placed_mesh, []
         if residuals and not self.residuals:
             placed_residuals(self, mesh, residuals)  # warns that they are left out
-        for name, argument in named_arguments(self._parameters, self.static_argnames, args, kwargs):
+        for name, argument in named_arguments(self.parameters, self.static_argnames, args, kwargs):
             if self._is_static(name):
                 placed_arguments.append(argument)
                 continue
@@ -279,7 +279,7 @@ class Plan(PlanData):
             Carried(argument, dict(zip(map(residual_key, self.residuals), shardings, strict=True)))
             if self._carries(name)
             else argument
-            for name, argument in zip(self._parameters, args, strict=False)
+            for name, argument in zip(self.parameters, args, strict=False)
         ]
         return tuple(argument for argument in carried if not isinstance(argument, Static))
 
@@ -384,18 +384,9 @@ class Plan(PlanData):
         """Names of arguments that were sharded before."""
         return set()
 
-    @property
-    def _parameters(self) -> tuple[str, ...]:
-        if self.parameters:
-            return self.parameters
-        names = list(dict.fromkeys(map(parameter_of, self.arguments)))
-        for number in sorted(self.static_argnums):  # plans of older versions name only arguments that have arrays
-            names.insert(number, f"argument_{number}")
-        return tuple(names)
-
     def _is_static(self, name: str) -> bool:
         return name in self.static_argnames or (
-            name in self._parameters and self._parameters.index(name) in self.static_argnums
+            name in self.parameters and self.parameters.index(name) in self.static_argnums
         )
 
     def _tensors_of(self, name: str) -> tuple[Tensor, ...]:

@@ -111,5 +111,5 @@ def test_a_comparison_draws_the_best_program_and_the_others_behind_lines():
     assert "What runs when in the best, found by program, 10.0 s" in page
     assert page.count("<details>") == 1
     assert page.count("class=lane>") == 4
-    older = (row("found", 10.0, ()), row("fsdp", 12.0, ()))  # from a file of an older version
+    older = (row("found", 10.0, ()), row("fsdp", 12.0, ()))  # their programs have no timeline
     assert "What runs when" not in "".join(page_elements(Comparison("step", {"data": 8}, "H100", older)))

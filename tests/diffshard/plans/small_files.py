@@ -15,7 +15,7 @@ from diffshard.budgets.base import PhasePlans
 from diffshard.plans.base import PlannedObjective, PredictedCollective, TriedShape
 from diffshard.plans.comparison import ComparedPlan, Comparison
 from diffshard.plans.number_formats import FormatGroup, FormatTrial, PlannedFormats
-from diffshard.plans.sections import Advice, PredictedComputing, Rematerialisation, Residual, WholeWork
+from diffshard.plans.sections import Advice, Rematerialisation, Residual, WholeWork
 from diffshard.plans.timeline import Lane, LaneBar
 from diffshard.resharding import Move
 from diffshard.tables.hot_rows import RowOrder
@@ -23,7 +23,7 @@ from diffshard.tables.learned_cost import LearnedPrediction
 from search_spaces.embedding_tables.base import DEVICE, EVERY_DEVICE, HOST, EmbeddingTable, Piece, TableDevices
 from tests.diffshard.bilevel_search.plans.small_bilevel_plan import proved_plan
 from tests.diffshard.pipelines.small_pipeline_plan import small_pipeline_plan
-from tests.diffshard.plans.small_plan import MEMORY, small_plan
+from tests.diffshard.plans.small_plan import small_plan
 
 
 def full_plan() -> diffshard.Plan:
@@ -44,7 +44,6 @@ def full_plan() -> diffshard.Plan:
             *plan.operations[:-1],
             dataclasses.replace(plan.operations[-1], reductions=((("all_reduce", "data"),),)),
         ),
-        memory=MEMORY,
         comparison=Comparison("train_step", plan.mesh_axes, "H100", (compared,), ("a note",)),
         remat=Rematerialisation((3,), (residual,), 1e-3, 256.0, ((4, 5, 6),), 128.0),
         shapes=(
@@ -59,7 +58,6 @@ def full_plan() -> diffshard.Plan:
         logical_axis_rules=(("embed", ("model",)),),
         objective=PlannedObjective("energy_j", 12.5, 12.0),
         formats=PlannedFormats(1e-3, 7e-4, groups, 8e-4, "a batch", trials),
-        computing=PredictedComputing(4e-3, 0.5, 2e-3, 0.25),
         whole_work=(WholeWork("dot_general (net.py:7)", (3,), 1.5e-3, True, 31, 32, ("data",), ("batch",), 0),),
         advice=(Advice("1.00 ms less: donate `state`", 1e-3), Advice("512 B less", 0.0, 512.0)),
     )

@@ -4,7 +4,7 @@ import math
 
 from cost.base import Hardware, Link
 from diffshard.plans.base import Operation, PredictedCollective, Tensor
-from diffshard.plans.sections import HeldTensor, MemoryProfile
+from diffshard.plans.sections import HeldTensor, MemoryProfile, PredictedComputing
 from diffshard.sharding_search.plan import Plan
 
 DATA, MODEL = ("data",), ("model",)
@@ -17,7 +17,7 @@ MEMORY = MemoryProfile(
 
 def operation(signature, scope, spec, compute_s, source="/home/me/net.py:7:3 (Net.__call__)"):
     specs = (spec,)
-    return Operation("operation", signature, source, scope, (), specs, specs, specs, 1.0, compute_s)
+    return Operation("operation", signature, source, scope, (), specs, specs, specs, 1.0, compute_s, reductions=((),))
 
 
 def small_plan(**changes):
@@ -46,9 +46,9 @@ def small_plan(**changes):
         ),
     )
     collectives = (
-        PredictedCollective("all_reduce", "data", 512.0, 1.0, 1.5e-3, 5),
-        PredictedCollective("all_reduce", "data", 512.0, 1.0, 1.5e-3, 6),
-        PredictedCollective("all_gather", "model", 2048.0, 1.0, 1e-3, 7),
+        PredictedCollective("all_reduce", "data", 512.0, 1.0, 1.5e-3, 5, 1.5e-3, 5, 7),
+        PredictedCollective("all_reduce", "data", 512.0, 1.0, 1.5e-3, 6, 1.5e-3, 6, 7),
+        PredictedCollective("all_gather", "model", 2048.0, 1.0, 1e-3, 7, 1e-3, 7, 0),
     )
     fields = {
         "function": "make.<locals>.train_step",
@@ -66,6 +66,10 @@ def small_plan(**changes):
         "solver": "gradient",
         "search_s": 1.5,
         "history": ((0.1, math.inf, -math.inf), (0.2, 12e-3, 8e-3), (1.0, 10e-3, 9e-3)),
+        "parameters": ("state", "batch"),
+        "memory": MEMORY,
+        "computing": PredictedComputing(4e-3, 0.5, 2e-3, 0.25),
+        "function_digest": "",
         "notes": ("frobnicate has no sharding rule and runs whole on every device (1x, <net>.py:3).",),
     }
     return Plan(**{**fields, **changes})

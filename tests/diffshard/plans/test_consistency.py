@@ -7,7 +7,7 @@ import pytest
 from diffshard.plans.consistency import check_plan
 from diffshard.plans.sections import MemoryProfile
 from diffshard.plans.timeline import PredictedTimeline, PredictedWait
-from tests.diffshard.plans.small_plan import MEMORY, small_plan
+from tests.diffshard.plans.small_plan import small_plan
 
 TWICE = (("data",), ("data",))
 
@@ -19,7 +19,7 @@ def with_spec(spec):
 
 def test_a_plan_that_fits_is_taken():
     check_plan(small_plan())
-    check_plan(small_plan(memory=MEMORY))
+    check_plan(small_plan())
     check_plan(with_spec((("data",), ("model",))))
     check_plan(with_spec((("data", "model"), ())))
 

@@ -108,7 +108,7 @@ def test_a_file_that_ends_early_is_refused(record, tmp_path):
 
 
 def test_files_without_a_checksum_are_refused_or_can_be_shown_and_saved(record, tmp_path):
-    """Those of older versions have none: they are checked by what their fields mean."""
+    """Whoever edits a file on purpose removes it: the values are checked by what their fields mean."""
     path, document = saved(record, tmp_path)
     del document["checksum"]
     for what, other in damaged(document, MANY):

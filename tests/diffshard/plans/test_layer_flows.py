@@ -69,7 +69,6 @@ def test_every_byte_is_between_layers_or_inside_one(found):
     traffic = layer_traffic(found, layers(found))
     between = sum(flow.num_bytes for flow in traffic.between)
     inside = sum(flow.num_bytes for flow in traffic.inside)
-    assert traffic.unknown_bytes == 0
     assert between > 0
     assert inside > 0
     assert between + inside == pytest.approx(sum(found.collective_bytes.values()))
@@ -84,8 +83,7 @@ def test_bytes_between_layers_are_those_whose_maker_and_reader_differ(found):
     expected = sum(
         c.num_bytes * c.count
         for c in found.collectives
-        if c.made_by is not None
-        and c.read_by is not None
+        if c.read_by is not None
         and found.operations[c.made_by].kind == "operation"
         and found.operations[c.read_by].kind == "operation"
         and module(c.made_by) != module(c.read_by)
@@ -101,7 +99,6 @@ def test_bytes_between_layers_are_those_whose_maker_and_reader_differ(found):
 
 def test_every_collective_knows_who_makes_and_who_reads_its_array(found):
     for collective in found.collectives:
-        assert collective.made_by is not None
         # A reshard belongs to the operation that reads, everything else to the one that makes.
         assert collective.operation in (collective.made_by, collective.read_by)
 
@@ -137,13 +134,6 @@ def test_each_flow_is_drawn_once_below_the_upper_of_its_layers(found):
         assert flow_elements(layer, flows, 1e9).count("class=flow>") == len(flows)
 
 
-def test_plans_of_older_versions_have_no_flows():
-    traffic = layer_traffic(small_plan(), layers(small_plan()))
-    assert (traffic.between, traffic.inside) == ((), ())
-    assert traffic.unknown_bytes == sum(small_plan().collective_bytes.values())
-    assert "between layers" not in format_page(small_plan())
-
-
 @pytest.mark.parametrize(("field", "index"), [("made_by", 8), ("made_by", -1), ("read_by", 8)])
 def test_a_collective_of_an_unknown_operation_is_damage(field, index):
     document = to_json(plan_by_hand())
@@ -166,6 +156,7 @@ def random_plan(seed):
             count=float(rng.integers(1, 10)),
             seconds=float(rng.integers(1, 100)) * 1e-4,
             operation=int(made_by),
+            link_s=1.0,
             made_by=int(made_by),
             read_by=None if rng.random() < 0.2 else int(rng.integers(3, 8)),
         )
@@ -182,7 +173,6 @@ def test_executions_bytes_and_seconds_are_those_of_the_collectives_one_by_one():
         names = {member: layer.name for layer in shown for member in layer.members}
         expected = {}
         for c in plan.collectives:
-            assert c.made_by is not None
             reader = c.made_by if c.read_by is None else c.read_by
             makes, reads = layer_of[c.made_by], layer_of[reader]
             key = makes == reads, names.get(makes, makes), names.get(reads, reads), c.kind, c.axis
@@ -200,7 +190,7 @@ def test_executions_bytes_and_seconds_are_those_of_the_collectives_one_by_one():
 
 
 def test_what_a_layer_sends_inside_is_told_for_one_of_the_layers_that_are_shown_as_one():
-    gather = PredictedCollective("all_gather", "model", 2048.0, 3.0, 1e-3, 3, made_by=3, read_by=3)
+    gather = PredictedCollective("all_gather", "model", 2048.0, 3.0, 1e-3, 3, 1e-3, made_by=3, read_by=3)
     reduction = dataclasses.replace(gather, kind="all_reduce", num_bytes=512.0, count=2.0)
     first = gather, reduction
     second = [dataclasses.replace(c, operation=4, made_by=4, read_by=4) for c in first]

@@ -15,7 +15,7 @@ from diffshard.plans.memory import MAX_ROWS, held_groups, memory_elements
 from diffshard.plans.page import format_page
 from diffshard.plans.summary import type_bytes
 from tests.diffshard.plans.page_checker import checked_page
-from tests.diffshard.plans.small_plan import MEMORY, operation, small_plan
+from tests.diffshard.plans.small_plan import operation, small_plan
 
 MESH = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
@@ -64,15 +64,15 @@ def test_rows_of_the_table_add_up_to_the_peak(found):
 
 
 def test_a_small_profile_is_drawn_as_worked_out_by_hand():
-    page = format_page(small_plan(memory=MEMORY))
+    page = format_page(small_plan())
     text = " ".join(checked_page(page).texts)
     # The limit of 4096 bytes is near enough to be the upper edge: 1024 of it is a quarter.
-    drawn = drawn_values(memory_elements(small_plan(memory=MEMORY)), 1.15 * 4096)
+    drawn = drawn_values(memory_elements(small_plan()), 1.15 * 4096)
     assert drawn == pytest.approx([768, 1024, 768], abs=0.5 * 1.15 * 4096 / 200)
     assert "peak 1.00 KiB" in text
     assert "limit 4.00 KiB" in text
     assert "at the peak in Net/layer_1, forward" in text
-    assert [(g.name, g.times, g.origin, g.parts, g.num_bytes) for g in held_groups(small_plan(memory=MEMORY))] == [
+    assert [(g.name, g.times, g.origin, g.parts, g.num_bytes) for g in held_groups(small_plan())] == [
         ("state/layer_*/w", 2, "argument", 4, 512.0),
         ("Net/layer_1/dense/dot_general", 1, "forward", 8, 256.0),
         ("batch", 1, "argument", 2, 256.0),
@@ -80,14 +80,8 @@ def test_a_small_profile_is_drawn_as_worked_out_by_hand():
 
 
 def test_without_a_limit_there_is_no_line():
-    page = memory_elements(small_plan(memory=MEMORY, memory_limit_bytes=math.inf))
+    page = memory_elements(small_plan(memory_limit_bytes=math.inf))
     assert "limit" not in page
-
-
-def test_plans_of_older_versions_have_a_bar_of_their_arguments():
-    page = memory_elements(small_plan())
-    assert "activations, gradients and copies at the peak" in page
-    assert "<svg" not in page
 
 
 def test_passes_follow_each_other_and_short_ones_join_those_before():

@@ -34,21 +34,31 @@ at most 10% of it could be saved
 10.0 ms|predicted step|40%|of it communicates|1.00 KiB|peak memory of a device: 25% of 4.00 KiB
 10%|gap to the lower bound 9.00 ms
 Time of a step
-computing |6.00 ms|all_reduce data |3.00 ms, 2×, 1.00 KiB|all_gather model |1.00 ms, 1×, 2.00 KiB
+products |4.00 ms at 50% of the peak rate of arithmetic|memory traffic |2.00 ms at 25% of the peak bandwidth|\
+all_reduce data |3.00 ms, 2×, 1.00 KiB|all_gather model |1.00 ms, 1×, 2.00 KiB
 The most expensive operations
 name|how many|result|sharding|takes|of the step|of it communicating
 backward Net/|layer_*/|dense/|dot_general|2×|float32[32,16]|data, ·|7.00 ms|70%|3.00 ms for all_reduce data
 Net/|layer_*/|dense/|dot_general|2×|float32[32,16]|data, model|2.00 ms|20%
 scale/|add|float32[16,16]|·, model|1.00 ms|10%|1.00 ms for all_gather model
 Memory of a device, of 4.00 KiB
-state |512 B|batch |256 B|activations, gradients and copies at the peak |256 B
+arguments |768 B|made in the forward pass |256 B|In program order, the body of a loop once
+peak 1.00 KiB|limit 4.00 KiB|layer_0|layer_1|layer_1|layer_0|update|start of the step|end, after 5 operations
+forward|backward|update|What is in memory at the peak in Net/layer_1, forward
+name|how many|type|made in|part|on a device|of the peak
+state/layer_*/w|2×|float32[16, 16]|argument|1/4|512 B|50.0%
+Net/layer_1/dense/dot_general|float32[32,16]|forward|1/8|256 B|25.0%
+batch|float32[32, 4]|argument|1/2|256 B|25.0%
 Layers
+In one step, collectives move 3.00 KiB between layers and nothing inside them.
 split over:\xa0|replicated|data|model|data + model
 layer|arguments|forward|backward
 arguments|batch|data, ·|256 B
 Net/layer_* |× 2|3.00 ms computing|1.50 ms communicating|state/w|·, model|256 B
 dense/dot_general|data, model|1.00 ms
 dense/dot_general|data, ·|3.50 ms|all_reduce data
+↓|to update, backward|all_reduce data| 2×, 1.00 KiB, 3.00 ms|\
+↑|from update, update|all_gather model| 1×, 2.00 KiB, 1.00 ms
 update|0 s computing|1.00 ms communicating|scale/add|·, model|1.00 ms|all_gather model
 Arguments
 name|how many|type|sharding|on a device|next best, what it adds
@@ -88,7 +98,7 @@ the plan (best)|program|10.0 ms|11.0 ms|512 B|600 B|1.00 KiB|1.07 KiB|a note|Num
 layer_*/dense|4x|float8|+0.0006|2.00 ms|head|1x|own|+0.0005
 float8|2|8.00 ms|+0.0007|+0.0008 ± 0.0002|none|0|10.0 ms|+0|+0
 data 2 x model 4|10.0 ms|9.00 ms|finished|1.00 s|data 8|9.50 ms|cut off|100 ms|Layers
-3.50 ms|all_reduce data|↓|to the next of them, forward|all_gather model| 1×, 2.00 KiB, 1.00 ms|update
+3.50 ms|all_reduce data|↓|to the next of them, forward|all_gather model| 1×, 2.00 KiB, 1.00 ms|↓|to update, backward
 """
 """Parts of the page of the plan that has everything, in order, worked out by hand."""
 
@@ -100,7 +110,7 @@ def test_the_page_of_a_plan_with_everything_says_each_number_in_its_place():
     assert places == sorted(places)
     styles = " ".join(a.get("style", "") for _, a in checked(full_plan()).elements)
     widths = [float(width) for width in re.findall(r"width:([\d.]+)%", styles)]
-    expected = [40, 20, 30, 10, 100, 200 / 7, 100 / 7, 18.75, 6.25, *[20] * 5, 500 / 11, 600 / 11, 500 / 11, 100]
+    expected = [40, 20, 30, 10, 100, 200 / 7, 100 / 7, 18.75, 6.25, *[20] * 5, 500 / 11, 600 / 11, 500 / 11, 100, 50]
     assert widths == pytest.approx(expected, abs=0.01)
 
 
@@ -108,14 +118,15 @@ def test_drawings_have_the_plan_s_numbers():
     found = checked(small_plan()).elements
     styles = [a["style"] for t, a in found if t == "i" and a.get("style", "").startswith("width")]
     widths = [float(style.split(":")[1].split("%")[0]) for style in styles]
-    of_bars = [60, 30, 10], [100, 200 / 7, 100 / 7], [12.5, 6.25, 6.25]  # time; operations of 7, 2 and 1 ms; memory
+    of_bars = [40, 20, 30, 10], [100, 200 / 7, 100 / 7], [18.75, 6.25], [50, 100]
+    # time; operations of 7, 2 and 1 ms; memory; bytes that two collectives move
     assert widths == pytest.approx([width for bar in of_bars for width in bar], abs=0.01)
-    costs, bounds = [a["d"] for t, a in found if t == "path" and a.get("class") != "mark"]
+    costs, bounds = [a["d"] for t, a in found if t == "path" and a.get("class") != "mark"][-2:]  # after the memory's
     top = 1.1 * 12  # ms at the upper edge, of 200 units; the axis of time ends at 1 s, at 1000
     heights = [f"{200 * (1 - ms / top):.1f}" for ms in (12, 10, 8, 9)]
     assert costs == f"M200.0 {heights[0]}H1000.0V{heights[1]}H1000"
     assert bounds == f"M200.0 {heights[2]}H1000.0V{heights[3]}H1000"
-    (mark,) = [a["d"] for t, a in found if t == "path" and a.get("class") == "mark"]
+    *_, mark = [a["d"] for t, a in found if t == "path" and a.get("class") == "mark"]
     assert mark == f"M0 {heights[1]}H1000"
 
 
@@ -205,7 +216,7 @@ def test_each_cell_has_the_title_of_its_column_for_narrow_screens():
     assert cells
     assert {c["data-of"] for c in cells} == {
         "name", "how many", "type", "sharding", "on a device", "next best, what it adds",
-        "result", "takes", "of the step", "of it communicating",
+        "result", "takes", "of the step", "of it communicating", "made in", "part", "of the peak",
     }  # fmt: skip
 
 

@@ -15,6 +15,8 @@ TEXT = """\
 Plan of train_step on 8 devices (data 2 x model 4), toy
 
   step     10.0 ms predicted: computing 6.00 ms, communicating 4.00 ms
+          products 4.00 ms at 50% of the peak rate of arithmetic
+          memory traffic 2.00 ms at 25% of the peak bandwidth
           all_reduce  data   2x  1.00 KiB  3.00 ms
           all_gather  model  1x  2.00 KiB  1.00 ms
   memory   1.00 KiB at the peak on each device of 4.00 KiB (25%)

@@ -98,14 +98,14 @@ def test_numbers_of_cells_that_wrap_stay_with_their_units():
 
 def test_there_are_no_rows_of_nothing():
     plan = small_plan()
-    arguments = (*plan.arguments, Tensor("nothing", (0, 4), "float32", ((), ())))
+    arguments = (*plan.arguments, Tensor("of_no_rows", (0, 4), "float32", ((), ())))
     collectives = (
         *plan.collectives,
-        PredictedCollective("all_to_all", "model", 0.25, 1.0, 0.0, 7, made_by=5, read_by=7),
+        PredictedCollective("all_to_all", "model", 0.25, 1.0, 0.0, 7, 0.0, made_by=5, read_by=7),
     )
     plan = dataclasses.replace(plan, arguments=arguments, collectives=collectives)
     words = [" ".join(str(plan).split()), " ".join(checked_page(format_page(plan)).texts)]
     for text in words:
         assert not re.search(r"(?<![\d.])0 B", text)
-        assert "nothing" not in text
+        assert "of_no_rows" not in text
         assert "all_to_all" not in text

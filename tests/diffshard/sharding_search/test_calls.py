@@ -1,12 +1,9 @@
 """Arguments as people write them: keywords, pytrees that look at their leaves, modules, traces, arrays elsewhere."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 
 import diffshard
 from diffshard.sharding_search import planned_function
@@ -206,14 +203,6 @@ def test_static_arguments_without_a_hash_and_arguments_given_twice_are_refused_b
     plan = search(keyword_step).plan(params, x, 0.1, offset=offset)
     with pytest.raises(diffshard.PlanError, match="`params` was given by position and by name"):
         plan.shard(params, params=params)
-
-
-def test_a_plan_of_an_older_version_knows_where_static_arguments_stand():
-    x, y = weights(8, 4), weights(4, 8)
-    plan = search(lambda x, n, y: x @ y * n, static_argnums=1).plan(x, 2, y)
-    placed = dataclasses.replace(plan, parameters=()).shard(x, 2, y)
-    assert placed[1] == 2
-    assert isinstance(placed[2].sharding, NamedSharding)
 
 
 def test_random_keys_are_not_loaded():

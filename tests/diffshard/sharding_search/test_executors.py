@@ -1,6 +1,5 @@
 """A plan runs as constraints or as an explicit program for each device, with equal results."""
 
-import dataclasses
 import functools
 
 import jax
@@ -141,19 +140,6 @@ def test_a_plan_for_an_abstract_mesh_can_be_lowered():
     mesh = AbstractMesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     step = searched_anew("program", mesh, solver="greedy")
     assert "manual_computation" in step.lower(*arguments()).as_text()
-
-
-def test_a_plan_without_reductions_is_refused_as_a_program():
-    plan = searched("constraints").plan(*arguments())
-    operations = tuple(without_reductions(o) for o in plan.operations)
-    older = dataclasses.replace(plan, operations=operations)
-    with pytest.raises(diffshard.PlanError, match="older version"):
-        older.apply(train_step, executor="program").lower(*arguments())
-    older.apply(train_step).lower(*arguments())
-
-
-def without_reductions(operation):
-    return dataclasses.replace(operation, reductions=())
 
 
 def test_donated_arguments_are_given_up():
