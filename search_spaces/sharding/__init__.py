@@ -4,10 +4,9 @@
 terms. Their parts, from the function to a plan that runs:
 
 - the function: `tracing.py` makes a graph of it, `given.py` reads the shardings that it fixes;
-- what can be chosen: `shardy.py` gives each operation its rule (`exceptional_rules.py` where Shardy has none,
-  `factors.py` for rules made of several, and for which dimensions are the same), `strategies.py` lists
-  what a rule allows and `nodes.py` what a node chooses from; `spec.py` has the functions of specs, `repetition.py`
-  finds what is equal, so that it is built and solved once;
+- what can be chosen: `shardy.py` gives each operation its rule (`rules.py` where Shardy has none, and for rules made of
+  several), `strategies.py` lists what a rule allows and `nodes.py` what a node chooses from; `spec.py` has
+  the functions of specs, `repetition.py` finds what is equal, so that it is built and solved once;
 - what it costs: `node_costs.py`, `edge_costs.py` and `memory.py`. `kernels.py` counts what is read, written and
   copied, by what a compiler fuses (`fusion.py`); `resharding.py` finds the steps between two specs, by the searches of
   `reshard_trees.py`, and `reshard_costs.py` prices them;

@@ -7,7 +7,6 @@ from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Axes, Coded, GivenSpec, Node, Rule, ShardingStrategy
 from search_spaces.sharding.coded_sums import can_be_coded
 from search_spaces.sharding.edge_costs import readers_of
-from search_spaces.sharding.factors import in_order, interchangeable_axes, kinds_of_dimensions
 from search_spaces.sharding.given import axes_with_meaning, constraint_of, fits, rank_of, shard_map_strategy
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.opaque.operations import opaque_of, runs_on_parts
@@ -17,6 +16,9 @@ from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.spec import axes_in, divides, shards, specs_of_shape
 from search_spaces.sharding.strategies import (
     collective_bytes,
+    in_order,
+    interchangeable_axes,
+    kinds_of_dimensions,
     replicated_strategy,
     strategies_of_rule,
     strategy_of_spec,
@@ -144,7 +146,7 @@ class _StrategiesOnMesh:
     """The strategies of vertices on a mesh.
 
     Attributes:
-      kinds: for each value, by id, the kind of each dimension (see `dimensions.kinds_of_dimensions`); empty where no
+      kinds: for each value, by id, the kind of each dimension (see `strategies.kinds_of_dimensions`); empty where no
         axes are alike.
       new_results: values, by id, that are results of the function and replace no argument; JAX refuses uneven ones.
     """

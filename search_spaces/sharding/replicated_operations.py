@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from search_spaces.sharding.base import ShardingStrategy
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.local_operations import PARAMETERS, PLACED_OPERATIONS, REDUCTIONS, ragged_contraction
-from search_spaces.sharding.opaque.operations import RIGHT_SIDES, can_split, opaque_of
+from search_spaces.sharding.opaque.operations import can_split, opaque_of
+from search_spaces.sharding.rules import RIGHT_SIDES
 from search_spaces.sharding.spec import axes_in, parts_of
 
 # fmt: off

@@ -4,7 +4,7 @@ With `diffshard/checks/explicit_collectives.py` the only file that touches `jaxl
 
 An equation is lowered to StableHLO, Shardy's `sdy-populate-op-sharding-rules` writes a rule on every operation, and the
 rules of one equation's operations are composed by equating the factors of the values between them. Only what Shardy
-cannot see is written by hand: `exceptional_rules.py`.
+cannot see is written by hand: `rules.py`.
 """
 
 import dataclasses
@@ -22,10 +22,18 @@ from jaxlib.mlir.passmanager import PassManager
 
 from search_spaces.replay import abstract_argument, bind
 from search_spaces.sharding.base import Rule
-from search_spaces.sharding.exceptional_rules import exceptional_rule, is_higher_order, reduction_adds, shape_of
-from search_spaces.sharding.factors import Factors, Mark, rule_from_factors, with_window_halos
 from search_spaces.sharding.graph import Graph
 from search_spaces.sharding.opaque.operations import OPAQUE
+from search_spaces.sharding.rules import (
+    Factors,
+    Mark,
+    exceptional_rule,
+    is_higher_order,
+    reduction_adds,
+    rule_from_factors,
+    shapes_of,
+    with_window_halos,
+)
 
 _RULES_PASS = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 PLATFORMS = ("tpu", "cuda", "cpu")
@@ -95,8 +103,9 @@ def _new_rules(equations: list[JaxprEqn]) -> list[Rule | None]:
     for index, equation in enumerate(equations):
         if is_higher_order(equation) or equation.effects:
             continue
-        rules[index] = exceptional_rule(equation)
-        if rules[index] is None and equation.primitive.name not in OPAQUE:
+        opaque = OPAQUE.get(equation.primitive.name)
+        rules[index] = exceptional_rule(equation) if opaque is None else opaque.rule(equation)
+        if rules[index] is None and opaque is None:
             remaining.append(index)
     for platform in PLATFORMS:
         lowered_rules = _lowered_rules([equations[index] for index in remaining], platform)
@@ -138,11 +147,9 @@ def _rules_of_module(equations: list[JaxprEqn], platform: str) -> list[Rule | No
     rules: list[Rule | None] = []
     for index, equation in enumerate(equations):
         # Random keys have a trailing dimension in StableHLO that they do not have in a jaxpr.
-        operand_ranks = [len(shape_of(v.aval)) for v in equation.invars]
-        result_ranks = [len(shape_of(v.aval)) for v in equation.outvars]
         factors, operands, results = composer.compose(f"equation_{index}")
-        operands = [dims[:rank] for dims, rank in zip(operands, operand_ranks, strict=True)]
-        results = [dims[:rank] for dims, rank in zip(results, result_ranks, strict=True)]
+        operands = [dims[: len(shape)] for dims, shape in zip(operands, shapes_of(equation.invars), strict=True)]
+        results = [dims[: len(shape)] for dims, shape in zip(results, shapes_of(equation.outvars), strict=True)]
         rule = rule_from_factors(factors, operands, results, reduction_is_sum=reduction_adds(equation))
         rules.append(with_window_halos(equation, rule))
     return rules

@@ -19,7 +19,6 @@ from typing import NamedTuple
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Axes, Dimensions, Node, Rule, ShardingStrategy
 from search_spaces.sharding.explaining import sources_of
-from search_spaces.sharding.factors import kinds_of_dimensions
 from search_spaces.sharding.given import is_constrained
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.node_costs import NodeCosts
@@ -27,7 +26,7 @@ from search_spaces.sharding.opaque.operations import UNEVEN, name_of, opaque_of,
 from search_spaces.sharding.own_collectives import stated_seconds
 from search_spaces.sharding.replicated_operations import is_replicated
 from search_spaces.sharding.spec import axes_in
-from search_spaces.sharding.strategies import strategies_of_rule
+from search_spaces.sharding.strategies import kinds_of_dimensions, strategies_of_rule
 
 _LEAST_SHARE = 0.01
 """Of the step's computing: what takes less is not worth a line of a plan."""

@@ -25,6 +25,7 @@ from search_spaces.replay import bind
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.opaque.kernel import Kernel, arrays_bytes, dtype_of_work
 from search_spaces.sharding.opaque.notation import NamedDimensions, NamedRule, Shape
+from search_spaces.sharding.rules import shapes_of
 
 FORWARD, BACKWARD = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"
 _ASSUMED_VERSION = 91000  # the first that supports all head sizes on Hopper, which JAX asks for
@@ -209,11 +210,6 @@ def _bias(operands: Sequence[Shape]) -> NamedDimensions:
 
 def _lengths(name: str, shape: Shape, batch: int) -> NamedDimensions:
     return tuple(("batch",) if d == 0 and size == batch else (f"{name}_{d}",) for d, size in enumerate(shape))
-
-
-def shapes_of(variables: Sequence[Any]) -> list[Shape]:
-    """Returns the shapes of variables."""
-    return [tuple(v.aval.shape) for v in variables]
 
 
 _LARGE = -1e30

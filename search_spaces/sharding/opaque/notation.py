@@ -12,7 +12,7 @@ from itertools import count
 from math import prod
 
 from search_spaces.sharding.base import Rule
-from search_spaces.sharding.factors import Factors, Mark, rule_from_factors
+from search_spaces.sharding.rules import Factors, Mark, rule_from_factors
 
 REDUCTION_KINDS = ("sum", "max", "min")
 """What may combine partial results."""

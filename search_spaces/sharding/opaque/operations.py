@@ -3,7 +3,7 @@
 JAX's `custom_partitioning` is split by the sharding rule that it was given, and run by its own `partition`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -17,26 +17,16 @@ from search_spaces.partition_specs import IndexedSpec, named_spec, partition_spe
 from search_spaces.replay import bind
 from search_spaces.sharding.base import Rule, ShardingStrategy
 from search_spaces.sharding.graph import Value, Vertex
-from search_spaces.sharding.opaque.cudnn import BACKWARD, CUDNN_TARGETS, FORWARD, rule_of_attention, shapes_of
+from search_spaces.sharding.opaque.cudnn import BACKWARD, CUDNN_TARGETS, FORWARD, rule_of_attention
 from search_spaces.sharding.opaque.kernel import Kernel, Parts, arrays_bytes, dtype_of_work
 from search_spaces.sharding.opaque.notation import NamedDimensions, NamedRule, Shape, parse_rule
 from search_spaces.sharding.opaque.pallas import PALLAS_TARGETS, name_of_call, rule_of_call, run_call, work_of_call
 from search_spaces.sharding.opaque.ring import ring_collectives, run_attention, sequence_rules, work_of_parts
 from search_spaces.sharding.own_collectives import OwnCollective
+from search_spaces.sharding.rules import RIGHT_SIDES, shapes_of
 from search_spaces.sharding.spec import parts_of
 
 _BATCHING = "…"  # how JAX writes `...` in a rule, with the number of its group
-
-RIGHT_SIDES: Mapping[str, Callable[[Mapping[str, Any]], tuple[int, int]]] = {
-    "triangular_solve": lambda params: (1, -1 if params["left_side"] else -2),
-    "tridiagonal_solve": lambda params: (3, -1),
-    "ormqr": lambda params: (2, -1 if params["left"] else -2),
-}
-"""For each primitive that solves linear equations, which operand has right-hand sides, along which dimension.
-
-Each is computed by itself, and the only result has them likewise. The matrix is whole on every device, and the
-right-hand sides may be divided: XLA's partitioner gathers them, so that every executor runs each device's own part.
-"""
 
 
 class _Type(NamedTuple):

@@ -18,8 +18,8 @@ from cost.base import Work
 from cost.compute import equation_flops, inner_jaxprs
 from search_spaces.replay import bind
 from search_spaces.sharding.base import Rule
-from search_spaces.sharding.factors import Factors, Mark, rule_from_factors
 from search_spaces.sharding.opaque.kernel import Parts, arrays_bytes, dtype_of_work
+from search_spaces.sharding.rules import Factors, Mark, rule_from_factors
 
 PALLAS_TARGETS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")
 """The custom calls that Pallas calls lower to, by Triton and by Mosaic."""

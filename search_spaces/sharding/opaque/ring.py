@@ -38,12 +38,12 @@ from search_spaces.sharding.opaque.cudnn import (
     is_causal,
     named_rule,
     sequence_dimension,
-    shapes_of,
     work_of_attention,
 )
 from search_spaces.sharding.opaque.kernel import Parts
 from search_spaces.sharding.opaque.notation import NamedDimensions, NamedRule
 from search_spaces.sharding.own_collectives import OwnCollective
+from search_spaces.sharding.rules import shapes_of
 from search_spaces.sharding.spec import parts_of
 
 _SEQUENCE = "sequence"

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from cost.base import Hardware, Link
-from search_spaces.sharding.factors import in_order, interchangeable_axes, kinds_of_dimensions
 from search_spaces.sharding.graph import Value
 from search_spaces.sharding.nodes import MOST_STRATEGIES
 from search_spaces.sharding.reshard_costs import ReshardCosts
 from search_spaces.sharding.spec import axes_in, shards, specs_of_shape
+from search_spaces.sharding.strategies import in_order, interchangeable_axes, kinds_of_dimensions
 from tests.search_spaces.sharding.small_spaces import array, graph_of, mlp_arguments, mlp_step, scan_of_layers, space_of
 
 

@@ -1,6 +1,6 @@
 """Merging and splitting factors, and what becomes of their marks."""
 
-from search_spaces.sharding.factors import Factors, Mark, rule_from_factors
+from search_spaces.sharding.rules import Factors, Mark, rule_from_factors
 
 
 def _sizes(factors, dimension):
