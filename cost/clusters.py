@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cost.base import Hardware, Link
-from cost.networks import Network, SwitchedHost, host_of, links_of
+from cost.networks import Network, SwitchedHost, host_of, links_of, share_of_host
 from cost.presets import device_and_network, preset_name_of
 from cost.real_numbers import AmountOrInf, checked_number, whole_number
 
@@ -86,7 +86,7 @@ class Hosts:
     def device(self) -> Hardware:
         """One device, without links."""
         device, network = _known_network(self)
-        own_part = device if network is None else network.share(device, self.devices)
+        own_part = device if network is None else share_of_host(network, device, self.devices)
         return dataclasses.replace(own_part, links={})
 
 

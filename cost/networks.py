@@ -15,64 +15,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import numpy as np
 
 from cost.base import CollectiveKind, Hardware, Link
 from cost.lines import Line
-
-
-class Network(Protocol):
-    """How the devices of one kind are connected, and what each of them has for itself; a dataclass.
-
-    Attributes:
-      num_devices: devices in a host or pod; None where no link depends on it.
-    """
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def num_devices(self) -> int | None:
-        """Devices in a host or pod."""
-        ...
-
-    def link(self, size: int, stride: int, num_hosts: int | None = None) -> Link:
-        """Returns the link of an axis of `size` devices whose neighbours are `stride` devices apart.
-
-        A group along the axis is in `num_hosts` hosts (or pods); None takes what follows from the stride.
-        """
-        ...
-
-    def share(self, device: Hardware, num_devices: int) -> Hardware:
-        """Returns the rates and memory of one of `num_devices` of a host: its own, or its part of the host's."""
-        ...
-
-    def transfers(self) -> tuple[Link, Link]:
-        """Returns the links of single transfers: of one device to another in its host, and of one host to another.
-
-        Bytes are those that the device sends, and those that all devices of the host send together.
-        """
-        ...
-
-    def with_hosts_linked_by(self, between: Link) -> "Network":
-        """Returns the same with another link from host to host, whose bytes are those that one host sends."""
-        ...
-
-
-def links_of(network: Network, mesh_axes: Mapping[str, int], hosts: Mapping[str, int] | None = None) -> dict[str, Link]:
-    """Returns the link of each axis of a mesh.
-
-    Args:
-      mesh_axes: devices along each axis, slowest first.
-      hosts: hosts that a group along each axis is in, where this is known of the devices.
-    """
-    links: dict[str, Link] = {}
-    stride = 1
-    for axis, size in reversed(list(mesh_axes.items())):
-        links[axis] = network.link(size, stride, None if hosts is None else hosts[axis])
-        stride *= size
-    return {axis: links[axis] for axis in mesh_axes}
 
 
 @dataclass(frozen=True)
@@ -101,7 +49,10 @@ class SwitchedHost:
     )
 
     def link(self, size: int, stride: int, num_hosts: int | None = None) -> Link:
-        """Returns the link of an axis of `size` devices whose neighbours are `stride` devices apart."""
+        """Returns the link of an axis of `size` devices whose neighbours are `stride` devices apart.
+
+        A group along the axis is in `num_hosts` hosts (or pods); None takes what follows from the stride.
+        """
         members = max(1, min(size, self.num_devices // stride)) if stride < self.num_devices else 1
         if num_hosts is not None:
             members = math.ceil(size / num_hosts)
@@ -114,13 +65,11 @@ class SwitchedHost:
         lines = self.measured_lines.get((self.num_devices, size, stride), {})
         return Link(latency_s, 1 / ring, {"all_to_all": (Line(latency_s, 1 / all_to_all),), **lines}, hosts)
 
-    def share(self, device: Hardware, num_devices: int) -> Hardware:
-        """Returns the device as it is: every one has its own rates and memory."""
-        del num_devices
-        return device
-
     def transfers(self) -> tuple[Link, Link]:
-        """Returns the links of one device to another in its host, and of one host to another."""
+        """Returns the links of single transfers: of one device to another in its host, and of one host to another.
+
+        Bytes are those that the device sends, and those that all devices of the host send together.
+        """
         return (
             Link(self.launch_s + self.hop_s, _inverse(self.device_bytes_per_s)),
             Link(self.launch_s + self.network_hop_s, _inverse(self.network_bytes_per_s)),
@@ -132,7 +81,10 @@ class SwitchedHost:
         return replace(self, device_bytes_per_s=rate, hop_s=inside.latency_s, rings={}, measured_lines={})
 
     def with_hosts_linked_by(self, between: Link) -> "SwitchedHost":
-        """Returns the same with another link from host to host; lines that were measured inside a host are kept."""
+        """Returns the same with another link from host to host, whose bytes are those that one host sends.
+
+        Lines that were measured inside a host are kept.
+        """
         inside = {key: lines for key, lines in self.measured_lines.items() if key[1] * key[2] <= key[0]}
         rate = _inverse(between.s_per_byte)
         return replace(self, network_bytes_per_s=rate, network_hop_s=between.latency_s, measured_lines=inside)
@@ -172,11 +124,6 @@ class TorusPod:
         exchange = Line(latency_s, max(all_to_all, 1 / bytes_per_s))
         return Link(latency_s, 1 / bytes_per_s, {"all_to_all": (exchange,)})
 
-    def share(self, device: Hardware, num_devices: int) -> Hardware:
-        """Returns the device as it is: every one has its own rates and memory."""
-        del num_devices
-        return device
-
     def transfers(self) -> tuple[Link, Link]:
         """Returns the links of one chip to another in its pod, and of one pod to another."""
         return (
@@ -196,7 +143,7 @@ class SharedProcessor:
 
     Attributes:
       bytes_per_s: at which a ring moves bytes through the memory.
-      num_devices: devices that are emulated; any number, so that no link depends on it.
+      num_devices: devices that are emulated; None where no link depends on it.
     """
 
     bytes_per_s: float
@@ -232,6 +179,30 @@ class SharedProcessor:
         return SwitchedHost(self.num_devices or 1, self.bytes_per_s, rate, self.launch_s, self.hop_s, between.latency_s)
 
 
+Network = SwitchedHost | TorusPod | SharedProcessor
+"""How the devices of one kind are connected; its `num_devices` are those of a host or pod."""
+
+
+def links_of(network: Network, mesh_axes: Mapping[str, int], hosts: Mapping[str, int] | None = None) -> dict[str, Link]:
+    """Returns the link of each axis of a mesh.
+
+    Args:
+      mesh_axes: devices along each axis, slowest first.
+      hosts: hosts that a group along each axis is in, where this is known of the devices.
+    """
+    links: dict[str, Link] = {}
+    stride = 1
+    for axis, size in reversed(list(mesh_axes.items())):
+        links[axis] = network.link(size, stride, None if hosts is None else hosts[axis])
+        stride *= size
+    return {axis: links[axis] for axis in mesh_axes}
+
+
+def share_of_host(network: Network, device: Hardware, num_devices: int) -> Hardware:
+    """Returns the rates and memory of one of `num_devices` of a host: its own, or its part of a shared processor's."""
+    return network.share(device, num_devices) if isinstance(network, SharedProcessor) else device
+
+
 def _inverse(rate: float) -> float:
     """Returns bytes/s for seconds per byte, and the other way round; what costs nothing is infinitely fast."""
     return math.inf if rate == 0 else 1 / rate
@@ -261,11 +232,6 @@ def devices_in_host(mesh: Any) -> int:
     """Returns how many devices of a mesh are in the host of its first one."""
     hosts = [host_of(device) for device in mesh.devices.flat]
     return hosts.count(hosts[0])
-
-
-def has_many_hosts(hosts: Mapping[str, int]) -> bool:
-    """Returns whether some axis leads from host to host."""
-    return any(count > 1 for count in hosts.values())
 
 
 MOST_AXES = 3

@@ -22,9 +22,9 @@ from cost.networks import (
     SwitchedHost,
     TorusPod,
     devices_in_host,
-    has_many_hosts,
     hosts_along,
     links_of,
+    share_of_host,
 )
 
 _TB = 1e12
@@ -311,7 +311,8 @@ def preset(
     _check_axes(mesh_axes, links or {})
     if devices_per_host is not None:
         network = dataclasses.replace(network, num_devices=devices_per_host)
-    own_part = network.share(device, math.prod(mesh_axes.values()) if hosts is None else devices_per_host or 1)
+    num_devices = math.prod(mesh_axes.values()) if hosts is None else devices_per_host or 1
+    own_part = share_of_host(network, device, num_devices)
     return dataclasses.replace(own_part, links={**links_of(network, mesh_axes, hosts), **(links or {})})
 
 
@@ -340,7 +341,7 @@ def preset_of_mesh(name: str, mesh: Any) -> Hardware:
     """
     if not isinstance(mesh, AbstractMesh):
         hosts = hosts_along(mesh)
-        if has_many_hosts(hosts):
+        if max(hosts.values(), default=1) > 1:
             is_of_pods = name.lower().startswith("tpu")
             per_host = None if is_of_pods else devices_in_host(mesh)
             return preset(name, dict(mesh.shape), devices_per_host=per_host, hosts=hosts)
