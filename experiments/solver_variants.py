@@ -12,9 +12,8 @@ import numpy as np
 
 from cost.base import Problem
 from diffshard.base import Solver
-from diffshard.solving.csr import CSRProblem
+from diffshard.solving.csr import CSRProblem, first_least
 from diffshard.solving.dual.ascent import Ascent, Prices
-from diffshard.solving.moves.polish import rounded_choice
 from diffshard.solving.moves.tree_moves import Forest, grow_forest
 from diffshard.solving.phases.improving import Annealing, Branches, Neighbourhoods, SideBySide, TemperedChains
 from diffshard.solving.phases.starts import (
@@ -39,7 +38,7 @@ class NoAscent:
 
     def __call__(self, ascent: Ascent, clock: Clock) -> Iterator[Start]:
         """Yields the start."""
-        yield Start(rounded_choice(ascent.csr, ascent.absorbed_cost), ascent.prices.memory)
+        yield Start(first_least(ascent.absorbed_cost, ascent.csr.sizes), ascent.prices.memory)
 
 
 def constant_prices(csr: CSRProblem, prices: Prices, weights: np.ndarray, bound_size: float, progress: float) -> Prices:

@@ -164,6 +164,17 @@ def even_parts(lengths: np.ndarray, most: int) -> list[slice]:
     return [slice(a, b) for a, b in itertools.pairwise(cuts.tolist())]
 
 
+def first_least(numbers: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """Returns for each run of `size` numbers, one after the other, the position of its first smallest."""
+    start = np.cumsum(size) - size
+    least = np.repeat(np.minimum.reduceat(numbers, start), size)
+    hits = np.flatnonzero(numbers == least)
+    run = np.searchsorted(start, hits, side="right") - 1
+    first = np.ones(len(hits), bool)
+    first[1:] = run[1:] != run[:-1]
+    return hits[first] - start
+
+
 def memory_use(csr: CSRProblem, column_use: np.ndarray) -> np.ndarray:
     """Sums the memory in use at each time, `[T, D]`, where the varying usages take `column_use` `[K * D]`."""
     times, devices = csr.base.shape
@@ -267,6 +278,8 @@ def costs_without_load(csr: CSRProblem, choice: np.ndarray) -> np.ndarray:
 
 def chosen_memory(csr: CSRProblem, choice: np.ndarray) -> np.ndarray:
     """Sums the memory in use at each time in a choice: `[T, D]`."""
+    if not csr.base.size:
+        return csr.base
     indicator = np.zeros(int(csr.start[-1]))
     indicator[csr.start[:-1] + choice] = 1.0
     return memory_use(csr, csr.usage.T @ indicator)

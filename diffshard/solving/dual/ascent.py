@@ -24,9 +24,16 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from diffshard.base import OPTIMAL_GAP
-from diffshard.solving.csr import CSRProblem, chosen_cost, chosen_memory, group_sizes, memory_price, memory_use
+from diffshard.solving.csr import (
+    CSRProblem,
+    chosen_cost,
+    chosen_memory,
+    first_least,
+    group_sizes,
+    memory_price,
+    memory_use,
+)
 from diffshard.solving.dual.sweeps import Sweep, lay_out, sweep
-from diffshard.solving.moves.tree_moves import first_least
 
 # How far a price moves in one step: its logarithm, for each limit's worth of excess. Measured on the contest's
 # instances: 10 converges slowly and 30 not at all.
@@ -65,10 +72,10 @@ def is_coupled(csr: CSRProblem) -> bool:
     return bool(csr.base.size or csr.load.shape[1])
 
 
-def cost_at_prices(csr: CSRProblem, prices: Prices) -> np.ndarray:
-    """Returns `[N]` node costs with their memory and loads at these prices."""
+def cost_at_prices(csr: CSRProblem, prices: Prices, weight: np.ndarray | float = 1.0) -> np.ndarray:
+    """Returns `[N]` node costs with their memory and loads at these prices, those of memory times `weight` `[N]`."""
     cost = csr.cost + csr.load @ prices.load
-    return cost + memory_price(csr, prices.memory) if prices.memory.any() else cost
+    return cost + memory_price(csr, prices.memory) * weight if prices.memory.any() else cost
 
 
 def credit(csr: CSRProblem, prices: Prices) -> float:
@@ -179,14 +186,14 @@ class Ascent:
         """
         csr, (messages, prices) = self.csr, self.best
         low, high = _PERTURBED_MEMORY_FACTORS
-        memory = prices.memory * low * (high / low) ** rng.random()
+        prices = prices._replace(memory=prices.memory * low * (high / low) ** rng.random())
         weight = np.repeat(np.exp(_PERTURBED_NODE_SPREAD * rng.normal(size=len(csr.sizes))), csr.sizes)
-        cost = csr.cost + csr.load @ prices.load + memory_price(csr, memory) * weight
+        cost = cost_at_prices(csr, prices, weight)
         cost = np.minimum(cost - noise * rng.gumbel(size=len(cost)), _LARGEST_COST).astype(np.float32)
         messages, absorbed_cost = messages.copy(), cost
         for _ in range(sweeps):
             _, absorbed_cost = sweep(self.layout, cost, messages)
-        return absorbed_cost, memory
+        return absorbed_cost, prices.memory
 
     def _reprice(self, progress: float) -> None:
         size = max(self._parent_size, abs(self.bound), 1e-3 * self.scale)
@@ -318,7 +325,7 @@ class Branching:
 def _least_cost(csr: CSRProblem, is_allowed: np.ndarray) -> float:
     """Returns a bound on the only choice that `is_allowed` `[N]` leaves: its cost, or inf if it exceeds the memory."""
     choice = first_least((~is_allowed).astype(float), csr.sizes)
-    memory = chosen_memory(csr, choice) if csr.base.size else csr.base
+    memory = chosen_memory(csr, choice)
     if (memory - csr.limit > _MEMORY_TOLERANCE * memory.max(initial=0.0)).any():
         return math.inf
     sizes = csr._replace(cost=np.abs(csr.cost), entries=np.abs(csr.entries), load=np.abs(csr.load))

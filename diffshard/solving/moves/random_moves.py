@@ -26,8 +26,7 @@ from diffshard.solving.csr import (
     memory_of_strategies,
     ragged_positions,
 )
-from diffshard.solving.moves.polish import Polish
-from diffshard.solving.moves.tree_moves import Forest, Grow, grow_forest
+from diffshard.solving.moves.tree_moves import Forest, Grow, Polish, grow_forest
 
 _SMOOTH_MAX_NORM = 8  # of the loads, in the place of their maximum; chosen by hand on placements of layers
 _EXCESS_PENALTY = 0.1  # of the whole cost, for a limit's worth of memory in excess at one time; chosen by hand
@@ -88,8 +87,7 @@ class Chains:
         self.choice[movers, v[movers]] = new[movers]
         self.cost[movers] += change[movers]
         self.load[movers] = load[movers]
-        if memory is not None:
-            self._memory_in_use[movers], self.excess[movers] = memory[accept], excess[accept]
+        self._memory_in_use[movers], self.excess[movers] = memory[accept], excess[accept]
         self._keep(movers)
 
     def temper(self, temperatures: np.ndarray) -> None:
@@ -122,19 +120,16 @@ class Chains:
 
     def _memory(
         self, rows: np.ndarray, v: np.ndarray, old: np.ndarray, new: np.ndarray
-    ) -> tuple[np.ndarray | None, np.ndarray]:
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Returns `[n, T, D]` and `[n]`: memory in use and excess of some chains after their change."""
-        csr = self.csr
-        if not csr.base.size:
-            return None, self.excess[rows]
+        csr, count = self.csr, len(rows)
         if self._use is not None:
             memory = self._memory_in_use[rows] + self._use[csr.start[v] + new] - self._use[csr.start[v] + old]
-            return memory, excess_in_limits(csr, memory).sum(axis=(1, 2))
-        count = len(rows)
-        strategies = np.concatenate([csr.start[v] + new, csr.start[v] + old])
-        weight = np.repeat([1.0, -1.0], count)
-        memory = self._memory_in_use[rows]
-        memory += memory_of_strategies(csr, strategies, weight, np.tile(np.arange(count), 2), count)
+        else:
+            strategies = np.concatenate([csr.start[v] + new, csr.start[v] + old])
+            weight = np.repeat([1.0, -1.0], count)
+            change = memory_of_strategies(csr, strategies, weight, np.tile(np.arange(count), 2), count)
+            memory = self._memory_in_use[rows] + change
         return memory, excess_in_limits(csr, memory).sum(axis=(1, 2))
 
     def _keep(self, chains: np.ndarray) -> None:
@@ -283,11 +278,11 @@ def _accept(polish: Polish, partition: Partition, start: np.ndarray, target_choi
         orders.append(good[np.lexsort((at_prices[good], ~frees))])
     num_accepted = 0
     for order in orders:
-        current, room, count = start.copy(), _Room(csr, start), 0
+        current, memory, count = start.copy(), chosen_memory(csr, start), 0
         for b in order.tolist():
             nodes = partition.node[partition.first[b] : partition.first[b + 1]]
             nodes = nodes[target_choice[nodes] != start[nodes]]
-            if len(nodes) and room.takes(nodes, start[nodes], target_choice[nodes]):
+            if len(nodes) and _takes(csr, memory, nodes, start[nodes], target_choice[nodes]):
                 current[nodes] = target_choice[nodes]
                 count += 1
         if count and polish.offers_better(current):
@@ -309,22 +304,11 @@ def _change(
     return change + np.bincount(partition.label[node], node_change, partition.num_neighbourhoods)
 
 
-class _Room:
-    """The memory that is in use, and what fits beside it."""
-
-    def __init__(self, csr: CSRProblem, choice: np.ndarray):
-        self._csr = csr
-        self._memory = chosen_memory(csr, choice) if csr.base.size else None
-
-    def takes(self, nodes: np.ndarray, before: np.ndarray, after: np.ndarray) -> bool:
-        """Adds the change of some nodes to the memory in use if it fits; returns whether it did."""
-        if self._memory is None:
-            return True
-        csr = self._csr
-        strategies = np.concatenate([csr.start[nodes] + after, csr.start[nodes] + before])
-        weight = np.repeat([1.0, -1.0], len(nodes))
-        times, change = memory_change(csr, strategies, weight)
-        if ((change > 0) & (self._memory[times] + change > csr.limit)).any():
-            return False
-        self._memory[times] += change
-        return True
+def _takes(csr: CSRProblem, memory: np.ndarray, nodes: np.ndarray, before: np.ndarray, after: np.ndarray) -> bool:
+    """Adds the change of some nodes to the memory in use `[T, D]` if it fits; returns whether it did."""
+    strategies = np.concatenate([csr.start[nodes] + after, csr.start[nodes] + before])
+    times, change = memory_change(csr, strategies, np.repeat([1.0, -1.0], len(nodes)))
+    fits = not ((change > 0) & (memory[times] + change > csr.limit)).any()
+    if fits:
+        memory[times] += change
+    return fits

@@ -30,7 +30,7 @@ from diffshard.solving.csr import (
     memory_of_strategies,
     ragged_positions,
 )
-from diffshard.solving.moves.polish import Field
+from diffshard.solving.moves.tree_moves import ChosenRows
 
 _NODES_PER_YIELD = 256  # a few milliseconds; chosen by hand
 _MOST_PASSES = 50  # over the nodes near a change; few problems need ten; chosen by hand
@@ -52,9 +52,7 @@ class Descent:
         self.csr, self.choice = csr, np.array(choice, np.int64)
         count = len(choice)
         self._near = [np.arange(a, b) for a, b in zip(csr.first[:-1], csr.first[1:], strict=True)]
-        times, devices = csr.base.shape
-        self._limit = np.broadcast_to(csr.limit, (devices,)) if times else np.zeros(0)
-        self._unit = limit_unit(self._limit)
+        self._unit = limit_unit(csr.limit)
         self._usages = varying_usages(csr)
         # What one node takes of memory and of a device's time changes what all of these should do.
         self._is_coupled = np.array([bool(usages) for usages in self._usages], bool) | (csr.load.shape[1] > 0)
@@ -69,8 +67,6 @@ class Descent:
 
     def excess(self) -> np.ndarray:
         """Returns `[R]` memory above the limit, in units of the limit."""
-        if not self.memory.size:
-            return np.zeros(len(self.choice))
         return excess_in_limits(self.csr, self.memory).sum(axis=(1, 2))
 
     def descend(self, order: np.ndarray, weight: np.ndarray | float = 0.0) -> Iterator[None]:
@@ -161,7 +157,7 @@ class Descent:
 
     def _excess_between(self, v: int, start: int, end: int, device: int, table: np.ndarray) -> np.ndarray:
         rows = table[self.choice[:, v]]
-        room = self.memory[:, start:end, device] - rows[:, None] - self._limit[device]
+        room = self.memory[:, start:end, device] - rows[:, None] - self.csr.limit[device]
         tight = np.flatnonzero((room + table.max() > 0).any(axis=0))
         total = np.zeros((len(room), len(table)))
         block = max(1, _MOST_TEMPORARY_NUMBERS // total.size)
@@ -179,11 +175,10 @@ def varying_usages(csr: CSRProblem) -> list[list[tuple[int, int, int, np.ndarray
         return usages_of
     columns = scipy.sparse.csc_array(csr.usage)
     indices, values, first = columns.indices, columns.data, columns.indptr
-    limit = np.broadcast_to(csr.limit, (devices,))
     for column in range(len(first) - 1):
         rows = indices[first[column] : first[column + 1]]
         usage, device = divmod(column, devices)
-        if not len(rows) or np.isinf(limit[device]):
+        if not len(rows) or np.isinf(csr.limit[device]):
             continue
         v = int(np.searchsorted(csr.start, rows[0], side="right")) - 1
         table = np.zeros(int(csr.sizes[v]))
@@ -223,7 +218,7 @@ class Balance:
 
     def __init__(self, csr: CSRProblem, rng: np.random.Generator):
         self._csr, self._rng = csr, rng
-        self._field = Field(csr)
+        self._edges = ChosenRows(csr)
         strategies = np.arange(int(csr.start[-1]))
         memory = memory_of_strategies(csr, strategies, np.ones(len(strategies)), strategies, len(strategies))
         limit = np.broadcast_to(csr.limit, csr.base.shape).ravel()
@@ -240,7 +235,7 @@ class Balance:
         self.choice = choice.copy()
         self._load = csr.load[csr.start[:-1] + choice].sum(axis=0)
         self._memory = chosen_memory(csr, choice).ravel()[self._is_limited]
-        self._costs = self._field(csr.cost, choice)
+        self._costs = csr.cost + self._edges(choice)
 
     def begin_greedily(self, squarings: int | None) -> None:
         """Begins at a choice made node by node, from those that cannot but load a device most to the others."""
@@ -257,7 +252,7 @@ class Balance:
             self.choice[v] = best
             self._load = self._load + csr.load[rows[best]]
             self._memory = self._memory + self._use[rows[best]]
-            self._costs = self._field(csr.cost, self.choice)
+            self._costs = csr.cost + self._edges(self.choice)
         self.begin(self.choice)
 
     def descend(self, squarings: int | None, most_pairs: int) -> bool:

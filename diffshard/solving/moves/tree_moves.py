@@ -3,6 +3,9 @@
 If the nodes that may change induce a forest, min-sum dynamic programming from its leaves to its roots finds their best
 strategies together, given the strategies of all other nodes. A random maximal forest holds about 70% of the nodes of a
 typical graph. A `Forest` is laid out once, level by level, and used many times.
+
+A tree move knows no memory limit, but it knows prices. Prices that answer to each move keep the choices near the
+limit, on both sides, and those on the feasible side are kept. Noise on the costs leads out of local optima.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +14,15 @@ from typing import NamedTuple
 import numpy as np
 import scipy.sparse
 
-from diffshard.solving.csr import CSRProblem, even_parts, ragged_positions
+from diffshard.solving.csr import (
+    CSRProblem,
+    chosen_cost,
+    chosen_memory,
+    even_parts,
+    first_least,
+    ragged_positions,
+)
+from diffshard.solving.dual.ascent import Prices, cost_at_prices
 
 # Entries of matrices that a forest keeps, 64 MiB with their positions: a larger forest lays them out for each move.
 _MOST_KEPT_ENTRIES = 1 << 22
@@ -31,10 +42,10 @@ class _Rows(NamedTuple):
 class ChosenRows:
     """What strategies pay on some edges, where the neighbours' choice is given."""
 
-    def __init__(self, csr: CSRProblem, edge: np.ndarray):
-        """Lays out directed edges, which must be sorted; strategies of their sources pay."""
-        self._csr, self._edge = csr, edge
-        self._size = csr.sizes[csr.source[edge]]
+    def __init__(self, csr: CSRProblem, edge: np.ndarray | None = None):
+        """Lays out directed edges, which must be sorted, by default all; strategies of their sources pay."""
+        self._csr, self._edge = csr, np.arange(len(csr.source)) if edge is None else edge
+        self._size = csr.sizes[csr.source[self._edge]]
         is_kept = self._size.sum() <= _MOST_KEPT_ENTRIES
         self._parts = tuple(self._lay_out()) if is_kept else None
 
@@ -195,12 +206,133 @@ def best_choice(csr: CSRProblem, forest: Forest, field: np.ndarray, choice: np.n
     return best
 
 
-def first_least(numbers: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """Returns for each run of `size` numbers, one after the other, the position of its first smallest."""
-    start = np.cumsum(size) - size
-    least = np.repeat(np.minimum.reduceat(numbers, start), size)
-    hits = np.flatnonzero(numbers == least)
-    run = np.searchsorted(start, hits, side="right") - 1
-    first = np.ones(len(hits), bool)
-    first[1:] = run[1:] != run[:-1]
-    return hits[first] - start
+_MOST_POOL_NUMBERS = 1 << 25  # 256 MiB that the forests in a pool may hold; chosen by hand
+_MOST_FORESTS = 40  # in a pool; chosen by hand on the contest's instances
+_LEAST_FORESTS = 4  # that a pool grows before it draws any a second time; chosen by hand on the same
+_REUSE_SHARE = 0.7  # of the draws, once there are so many; chosen by hand on the same
+_LEAST_PRICE = 1e-5  # of a whole limit's memory, in parts of the bound; chosen by hand on the same
+_MOST_PRICE_RATIO = 1e20  # of a memory price to the least one, so that sums stay finite where nothing fits
+_MOST_PRICE = 1e200  # of memory, for the same reason
+_FALL_SHARE = 0.2  # of the rate at which prices rise: they fall this much more slowly; chosen by hand on the same
+
+
+class Pool:
+    """Random forests, kept because growing one takes longer than using it."""
+
+    def __init__(self, csr: CSRProblem, rng: np.random.Generator, grow: Grow = grow_forest):
+        self._csr, self._rng, self._grow = csr, rng, grow
+        self._forests: list[Forest] = []
+        self._numbers = 0
+
+    def draw(self) -> Forest:
+        """Returns a new forest or, once there are a few, often an old one."""
+        full = len(self._forests) >= _MOST_FORESTS or self._numbers > _MOST_POOL_NUMBERS
+        if full or (len(self._forests) >= _LEAST_FORESTS and self._rng.random() < _REUSE_SHARE):
+            return self._forests[self._rng.integers(len(self._forests))]
+        forest = self._grow(self._csr, self._rng.permutation(len(self._csr.sizes)))
+        self._numbers += forest.num_kept
+        self._forests.append(forest)
+        return forest
+
+
+class Polish:
+    """A choice under improvement, with the prices that keep it inside the memory.
+
+    Attributes:
+      choice: where the search is; it may exceed the memory.
+      fits: whether the choice that was offered last keeps the memory limit.
+      best: the best feasible choice, or the one of least excess while none is feasible.
+      best_cost: its cost; inf while none is feasible.
+      best_excess: by how much it exceeds the memory, in bytes at the worst time; 0 if it is feasible.
+      best_memory: `[T, D]` the prices of memory at that moment.
+    """
+
+    def __init__(
+        self,
+        csr: CSRProblem,
+        rng: np.random.Generator,
+        choice: np.ndarray,
+        prices: Prices,
+        bound: float,
+        grow: Grow = grow_forest,
+    ):
+        """Begins at a choice.
+
+        Args:
+          csr: the problem, without infinite costs.
+          rng: consumed by all moves.
+          choice: `[V]`.
+          prices: of memory, which will adapt, and of loads, which will not.
+        """
+        self.csr, self.rng, self.grow = csr, rng, grow
+        self._edges = ChosenRows(csr)
+        self.pool = Pool(csr, rng, grow)
+        self.memory, self.load = prices.memory.copy(), prices.load.copy()
+        least = _LEAST_PRICE * max(abs(bound), 1e-30) / np.maximum(csr.limit, 1e-30)
+        self._least_price = np.minimum(least, _MOST_PRICE)
+        self._most_price = np.minimum(_MOST_PRICE_RATIO * self._least_price, _MOST_PRICE)
+        self.best, self.best_cost, self.best_excess = choice, np.inf, np.inf
+        self.best_memory = self.memory
+        self.begin(choice, self.memory)
+
+    @property
+    def best_rank(self) -> tuple[float, float]:
+        """The best choice's excess and cost: smaller is better."""
+        return self.best_excess, self.best_cost
+
+    def begin(self, choice: np.ndarray, memory: np.ndarray) -> None:
+        """Goes on from another choice, at its memory prices `[T, D]`."""
+        self.choice, self.memory = choice, memory.copy()
+        self.offer(choice)
+
+    def offer(self, choice: np.ndarray) -> np.ndarray:
+        """Keeps the choice if it is the best so far; returns where it exceeds the memory, `[T, D]`."""
+        excess = chosen_memory(self.csr, choice) - self.csr.limit
+        most = max(excess.max(initial=0.0), 0.0)
+        self.fits = most == 0
+        if most < self.best_excess or (most == self.best_excess == 0):
+            cost = float(chosen_cost(self.csr, choice))
+            if most > 0 or cost < self.best_cost:
+                self.best, self.best_excess = choice.copy(), most
+                self.best_cost = np.inf if most > 0 else cost
+                self.best_memory = self.memory.copy()
+        return excess > 0
+
+    def offers_better(self, choice: np.ndarray) -> bool:
+        """Offers a choice and says whether it became the best."""
+        rank = self.best_rank
+        self.offer(choice)
+        return self.best_rank < rank
+
+    def costs(self, weight: np.ndarray | float = 1.0) -> np.ndarray:
+        """Returns `[N]` node costs at the prices, those of memory times `weight` `[N]`."""
+        return cost_at_prices(self.csr, Prices(self.memory, self.load), weight)
+
+    def move(self, forest: Forest, temperature: np.ndarray | float = 0.0, weight: np.ndarray | float = 1.0) -> None:
+        """Makes one tree move from the current choice.
+
+        Args:
+          temperature: of the Gumbel noise on costs, common or `[N]`.
+          weight: factors on the prices of memory, common or `[N]`.
+        """
+        field = self.costs(weight) + self._edges(self.choice)
+        if np.any(temperature):
+            field -= temperature * self.rng.gumbel(size=len(field))
+        self.choice = best_choice(self.csr, forest, field, self.choice)
+
+    def reprice(self, is_exceeded: np.ndarray, rise: float, fall: float) -> None:
+        """Raises the prices by a factor where the memory is exceeded, and lowers them elsewhere.
+
+        Args:
+          is_exceeded: `[T, D]`, as `offer` returns.
+          rise: added to 1 for the factor.
+          fall: subtracted from 1 for the factor.
+        """
+        if self.csr.base.size:
+            risen = np.minimum(np.maximum(self.memory, self._least_price) * (1 + rise), self._most_price)
+            self.memory = np.where(is_exceeded, risen, self.memory * (1 - fall))
+
+    def anneal(self, temperature: float, rate: float) -> None:
+        """Moves a random forest with noise of a temperature, and lets the prices answer at a rate."""
+        self.move(self.pool.draw(), temperature)
+        self.reprice(self.offer(self.choice), rate, _FALL_SHARE * rate)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from diffshard.solving.csr import first_least
 from diffshard.solving.dual.ascent import Branching
-from diffshard.solving.moves.polish import rounded_choice
 from diffshard.solving.moves.random_moves import Chains, perturb, split
 from diffshard.solving.moves.single_nodes import Balance
 from diffshard.solving.phases.starts import NO_BOUND, Phase, Search
@@ -212,7 +212,7 @@ class Branches:
                 return
             more = branching.step(polish.best_cost)
             ascent = branching.last_ascent
-            polish.begin(rounded_choice(search.csr, ascent.absorbed_cost), ascent.best[1].memory)
+            polish.begin(first_least(ascent.absorbed_cost, search.csr.sizes), ascent.best[1].memory)
             for _ in range(self.num_moves):
                 polish.anneal(0.0, 0.1)
             yield branching.bound

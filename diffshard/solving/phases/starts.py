@@ -21,11 +21,11 @@ import numpy as np
 
 from cost.base import Problem, is_forbidden
 from diffshard.base import Solver
-from diffshard.solving.csr import CSRProblem
+from diffshard.solving.csr import CSRProblem, first_least
 from diffshard.solving.dual.ascent import Ascent, PriceStep, step_along_excess
 from diffshard.solving.form import quotient_by_equality
 from diffshard.solving.loop import run_solver
-from diffshard.solving.moves.polish import Polish, rounded_choice
+from diffshard.solving.moves.tree_moves import Polish
 
 NO_BOUND = -math.inf
 """What a phase yields after a move that gives no lower bound."""
@@ -178,7 +178,7 @@ class DualAscent:
 
 
 def _read_off(ascent: Ascent) -> Start:
-    return Start(rounded_choice(ascent.csr, ascent.absorbed_cost), ascent.prices.memory)
+    return Start(first_least(ascent.absorbed_cost, ascent.csr.sizes), ascent.prices.memory)
 
 
 _SETTLING_RATE, _SETTLING_GROWTH = 0.1, 1.05
@@ -231,7 +231,7 @@ class DualStarts:
         rng = search.polish.rng
         noise = self.most_noise * search.cost_per_node * rng.random() ** 3  # mostly little
         costs, memory = search.ascent.perturbed_costs(rng, self.num_sweeps, noise)
-        return Start(rounded_choice(search.csr, costs), memory)
+        return Start(first_least(costs, search.csr.sizes), memory)
 
 
 def moves_from(search: Search, start: Start, num_moves: int) -> Iterator[float]:

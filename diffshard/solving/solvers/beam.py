@@ -173,7 +173,7 @@ class _Beam:
         open_strategy, nodes = beam.strategy[staying][:, parent], [beam.open[row] for row in staying]
         if v not in closing:
             open_strategy, nodes = np.concatenate([open_strategy, strategy[None]]), [*nodes, v]
-        memory = beam.memory[parent] if beam.memory.size else np.repeat(beam.memory[:1], len(parent), axis=0)
+        memory = beam.memory[parent]
         for start, end, device, table in self._usages[v]:
             memory[:, start:end, device] += table[strategy][:, None]
         survivors = _Partials(

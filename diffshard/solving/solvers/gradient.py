@@ -25,8 +25,7 @@ from diffshard.base import OPTIMAL_GAP, Proposal
 from diffshard.solving.csr import numpy_generator, to_csr, with_ceiling
 from diffshard.solving.dual.sweeps import lay_out
 from diffshard.solving.examples import coupled_ring
-from diffshard.solving.moves.polish import Polish
-from diffshard.solving.moves.tree_moves import Grow, grow_forest
+from diffshard.solving.moves.tree_moves import Grow, Polish, grow_forest
 from diffshard.solving.phases.improving import Annealing, Branches, Neighbourhoods, SideBySide, TemperedChains
 from diffshard.solving.phases.starts import (
     MOST_ASCENT_STARTS,

@@ -7,8 +7,8 @@ from cost.evaluation import evaluate
 from diffshard.solving.csr import chosen_cost, to_csr, with_ceiling
 from diffshard.solving.dual.ascent import initial_prices
 from diffshard.solving.moves import random_moves
-from diffshard.solving.moves.polish import Polish
 from diffshard.solving.moves.random_moves import perturb, split
+from diffshard.solving.moves.tree_moves import Polish
 from tests.diffshard.solving.random_problems import KINDS, layered_problem, small_problem
 
 
