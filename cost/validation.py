@@ -140,7 +140,7 @@ def _check_usages(problem: Problem, sizes: np.ndarray) -> None:
                 f"`usage[{k}]` of node {v} must be finite and not negative, got {wrong}; "
                 "a strategy that must not be chosen has an infinite `node_cost`."
             )
-        if np.max(usage, initial=0) > _LARGEST_USAGE:
+        if float(np.max(usage, initial=0)) > _LARGEST_USAGE:
             raise ValueError(f"`usage[{k}]` of node {v} must be at most {_LARGEST_USAGE:.0e}, got {np.max(usage)}.")
 
 

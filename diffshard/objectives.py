@@ -1,7 +1,7 @@
 """Objectives of your own: JAX functions of a step's seconds and memory that `search` makes small in place of seconds.
 
 >>> def energy_j(step):
-...     return 700.0 * step.seconds + 1e-9 * step.sent_bytes
+...     return 700.0 * step.seconds + 2.0 * sum(step.link_s.values())
 >>> step = diffshard.search(train_step, mesh, objective=energy_j)
 
 `RelaxedStep` is what such a function gets. `Objective`, `Quantity` and `LiveMemory` state one for a problem of your

@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from cost.base import Problem
+from cost.base import Problem, load_groups
 from cost.evaluation import chosen_costs, evaluate
 from search_spaces.base import Part
 
@@ -50,7 +50,8 @@ class NumberedSpace:
             for (u, v), seconds in zip(edges, edge_s, strict=True)
         ]
         if len(load_s):
-            parts.append(Part("the busiest device", "load", None, float(load_s.max())))
+            busiest_s = [float(load_s[group].max()) for group in load_groups(self.problem)]
+            parts += [Part("the busiest device", "load", None, seconds) for seconds in busiest_s]
         return tuple(parts)
 
 
@@ -60,7 +61,12 @@ EXAMPLE = partial(
         [np.array([3.0, 1.0, 2.0]), np.array([1.0, 1.5]), np.array([2.0, 4.0])],
         np.array([[0, 1], [1, 2]]),
         [np.array([[0.0, 0.5], [2.0, 0.0], [2.0, 2.0]]), np.array([[0.0, 1.0], [1.0, 0.0]])],
-        load=[np.array([[1.0, 0.0], [0.0, 3.0], [0.2, 0.1]]), np.array([[0.5, 0.5], [0.1, 2.0]]), np.ones((2, 2))],
+        load=[
+            np.array([[1.0, 0.0, 0.3], [0.0, 3.0, 0.1], [0.2, 0.1, 0.0]]),
+            np.array([[0.5, 0.5, 0.2], [0.1, 2.0, 0.4]]),
+            np.ones((2, 3)),
+        ],
+        load_group=np.array([0, 0, 1]),
     ),
 )
-"""Makes three nodes in a chain, with loads on two devices."""
+"""Makes three nodes in a chain, with loads on two devices, and on a link that counts beside them."""

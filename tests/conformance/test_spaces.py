@@ -91,7 +91,7 @@ def test_parts_add_up_to_the_cost(space: Any):
             continue  # a forbidden choice has no price that could be taken apart
         assert sum(part.seconds for part in parts) == pytest.approx(evaluation.cost, rel=1e-9), (
             f"the seconds of the parts that `explain` returns for {choice} are not the cost of that choice: does every "
-            "node, every edge and the largest load have its part?"
+            "node, every edge and the largest load of each group have its part?"
         )
 
 

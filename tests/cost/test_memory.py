@@ -8,6 +8,7 @@ import pytest
 from cost.base import Problem, num_memory_devices
 from cost.evaluation import evaluate
 from cost.memory import least_memory, memory_profile, numbered_times
+from diffshard.solving.solve import solve
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.float64, object])
@@ -26,6 +27,19 @@ def test_the_profile_is_what_is_live_at_each_time(dtype):
 def test_integers_beyond_64_bits_are_summed_exactly():
     profile = memory_profile(np.array([[0, 2], [1, 2], [1, 2]]), np.full((3, 1), 2**62 + 1), 2)
     assert profile[:, 0].tolist() == [2**62 + 1, 3 * (2**62 + 1)]
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32, np.float16])
+def test_what_a_narrow_type_cannot_hold_is_summed_in_a_wide_one(dtype):
+    largest = np.array(np.finfo(dtype).max if np.issubdtype(dtype, np.floating) else np.iinfo(dtype).max, dtype)
+    problem = Problem(
+        [np.array([1.0, 9.0])] * 2, np.zeros((0, 2), int), [], usage_node=np.arange(2),
+        usage=[np.array([largest, 1], dtype)] * 2, usage_interval=np.array([[0, 2], [1, 3]]),
+        memory_limit=1.5 * float(largest),
+    )  # fmt: skip
+    assert evaluate(problem, (0, 0)).peak == 2 * float(largest)
+    assert not evaluate(problem, (0, 0)).feasible
+    assert solve(problem).cost == 10.0
 
 
 def test_times_are_numbered_without_gaps():
