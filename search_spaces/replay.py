@@ -122,8 +122,34 @@ def abstract_argument(aval: Any) -> jax.ShapeDtypeStruct:
 
 def traced_again(program: core.ClosedJaxpr, run: Callable[..., Any]) -> core.ClosedJaxpr:
     """Traces a function of as many arrays as a program has, of the same types."""
-    types = (jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in program.in_avals)
-    return jax.make_jaxpr(run)(*types)
+    return jax.make_jaxpr(run)(*map(abstract_argument, program.in_avals))
+
+
+def evaluated(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    operands: Sequence[Any],
+    run: Callable[[core.JaxprEqn, list[Any]], Sequence[Any]] = bind,
+    calls: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Runs a jaxpr equation by equation, and returns its results.
+
+    Args:
+      run: `run(equation, operands)` returns the results of an equation, in whose context it is called.
+      calls: names of primitives that call a jaxpr, with the parameter that holds it; their equations run in its place.
+    """
+    env = {**dict(zip(jaxpr.constvars, consts, strict=True)), **dict(zip(jaxpr.invars, operands, strict=True))}
+    for equation in jaxpr.eqns:
+        given = [atom.val if isinstance(atom, core.Literal) else env[atom] for atom in equation.invars]
+        called = equation.params.get((calls or {}).get(equation.primitive.name, ""))
+        with context_of(equation):
+            if called is None:
+                made = run(equation, given)
+            else:
+                inner = (called.jaxpr, called.consts) if isinstance(called, core.ClosedJaxpr) else (called, ())
+                made = evaluated(*inner, given, run, calls)
+        env.update(zip(equation.outvars, made, strict=True))
+    return [atom.val if isinstance(atom, core.Literal) else env[atom] for atom in jaxpr.outvars]
 
 
 def without_calls(program: core.ClosedJaxpr, calls: Mapping[str, str] = CALLS) -> core.ClosedJaxpr:
@@ -135,24 +161,7 @@ def without_calls(program: core.ClosedJaxpr, calls: Mapping[str, str] = CALLS) -
     """
     if not any(equation.primitive.name in calls for equation in program.jaxpr.eqns):
         return program
-    return traced_again(program, lambda *operands: _run_without_calls(program.jaxpr, program.consts, operands, calls))
-
-
-def _run_without_calls(
-    jaxpr: Any, consts: Sequence[Any], operands: Sequence[Any], calls: Mapping[str, str]
-) -> list[Any]:
-    env = {**dict(zip(jaxpr.constvars, consts, strict=True)), **dict(zip(jaxpr.invars, operands, strict=True))}
-    for equation in jaxpr.eqns:
-        given = [atom.val if isinstance(atom, core.Literal) else env[atom] for atom in equation.invars]
-        called = equation.params.get(calls.get(equation.primitive.name, ""))
-        with context_of(equation):
-            if called is None:
-                made = bind(equation, given)
-            else:
-                inner = (called.jaxpr, called.consts) if isinstance(called, core.ClosedJaxpr) else (called, ())
-                made = _run_without_calls(*inner, given, calls)
-        env.update(zip(equation.outvars, made, strict=True))
-    return [atom.val if isinstance(atom, core.Literal) else env[atom] for atom in jaxpr.outvars]
+    return traced_again(program, lambda *operands: evaluated(program.jaxpr, program.consts, operands, calls=calls))
 
 
 def custom_vjp_with_tangents(equation: core.JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:

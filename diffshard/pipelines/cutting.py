@@ -26,11 +26,19 @@ from diffshard.sharding_search.call import abstract_array
 from diffshard.staged_array import StagedArray
 from search_spaces.pipelines.batch_states import Split
 from search_spaces.pipelines.forward_backward import is_transposed
-from search_spaces.pipelines.grouped_program import Mark, mark_of, numbered_program, without_numbers
 from search_spaces.pipelines.layer_flow import layer_flow
 from search_spaces.pipelines.microbatches import MicrobatchedFunction
 from search_spaces.pipelines.residuals import Cut, CutCandidate, cut_candidates
-from search_spaces.pipelines.scan_segments import Segments, rules_of_equations, scan_of, segmented_program
+from search_spaces.pipelines.scan_segments import (
+    Mark,
+    Segments,
+    mark_of,
+    numbered_program,
+    rules_of_equations,
+    scan_of,
+    segmented_program,
+    without_numbers,
+)
 from search_spaces.pipelines.step_parts import Part, StepParts, step_parts
 from search_spaces.replay import user_source
 from search_spaces.sharding.opaque.cudnn import planned_without_cudnn

@@ -26,10 +26,9 @@ from cost.real_numbers import real_number
 from diffshard.pipelines.microbatches import without_dead_code
 from diffshard.sharding_search.call import Structure, abstract_array, abstract_split, array_paths, split
 from diffshard.staged_array import StagedArray
-from search_spaces.pipelines.grouped_program import numbered_program, without_numbers
 from search_spaces.pipelines.step_parts import is_float
-from search_spaces.replay import bind, context_of
-from search_spaces.sharding.tracing import feedback_of
+from search_spaces.replay import bind, context_of, without_calls
+from search_spaces.sharding.tracing import INLINED_BODIES, feedback_of
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -205,7 +204,7 @@ def traced_step(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         return leaves
 
     traced = jax.make_jaxpr(from_arrays)(*map(abstract_array, arrays))
-    program = without_numbers(without_dead_code(numbered_program(traced)))
+    program = without_dead_code(without_calls(traced, INLINED_BODIES))
     result, feedback = results[-1]
     jaxpr = program.jaxpr
     is_differentiated = [_is_differentiated(equation) for equation in jaxpr.eqns]

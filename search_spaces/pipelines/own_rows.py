@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from search_spaces.replay import REMAT, bind, context_of, traced_again, without_calls
+from search_spaces.replay import REMAT, bind, evaluated, traced_again, without_calls
 
 _MOST_ELEMENTS = 2**22
 """How many indices are computed at most to see whether they are the numbers of rows; they take 16 MiB."""
@@ -69,29 +69,26 @@ class _Level:
     """The equations of a jaxpr, and how some are changed.
 
     Attributes:
-      changes: by the index of an equation what binds it for its operands.
+      changes: by the identity of an equation what binds it for its operands.
     """
 
     def __init__(self, jaxpr: Any, consts: Sequence[Any]):
-        self.jaxpr, self._consts = jaxpr, list(consts)
+        self._jaxpr, self._consts = jaxpr, list(consts)
         self._makers = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
         self._known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         self.changes: dict[int, Callable[[Sequence[Any]], Sequence[Any]]] = {}
-        for index, equation in enumerate(jaxpr.eqns):
+        for equation in jaxpr.eqns:
             change = self._change(equation)
             if change is not None:
-                self.changes[index] = change
+                self.changes[id(equation)] = change
 
     def run(self, *arrays: Any) -> list[Any]:
         """Runs the jaxpr with its changes."""
-        env: dict[Any, Any] = dict(zip(self.jaxpr.constvars, self._consts, strict=True))
-        env.update(zip(self.jaxpr.invars, arrays, strict=True))
-        for index, equation in enumerate(self.jaxpr.eqns):
-            operands = [env[v] if isinstance(v, core.Var) else v.val for v in equation.invars]
-            with context_of(equation):
-                results = self.changes.get(index, partial(bind, equation))(operands)
-            env.update(zip(equation.outvars, results, strict=True))
-        return [env[v] if isinstance(v, core.Var) else v.val for v in self.jaxpr.outvars]
+
+        def changed(equation: core.JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+            return self.changes.get(id(equation), partial(bind, equation))(operands)
+
+        return evaluated(self._jaxpr, self._consts, arrays, changed)
 
     def _change(self, equation: core.JaxprEqn) -> Callable[[Sequence[Any]], Sequence[Any]] | None:
         if equation.primitive.name in ("scan", *REMAT):

@@ -3,10 +3,15 @@
 With a scan are divided the scan of its backward pass, the stacked weights, their gradients and an optimiser's moments.
 So each argument with a dimension over the layers becomes several arguments, one for each segment of the layers, and
 each such result several results (`ArraySegments`). What needs all layers at once reads its parts put together again.
+
+Equations of a traced program carry numbers that outlive further traces. A number is a name scope around an equation.
+Whatever runs the equations again keeps their scopes, so that what a later program has in place of an equation is known
+by its number. `without_numbers` takes them away in the end.
 """
 
 import functools
 import itertools
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +20,65 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
+from jax.extend import core, source_info_util
 
-from search_spaces.pipelines.grouped_program import in_segment, mark_of
 from search_spaces.pipelines.layer_flow import COMBINATIONS, LayerFlow, layer_flow, part_parameters
-from search_spaces.replay import abstract_argument, bind, context_of, scan_operands
+from search_spaces.replay import abstract_argument, bind, context_of, evaluated, scan_operands, traced_again
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.shardy import operation_rules
+from search_spaces.sharding.tracing import INLINED_BODIES
+
+_NUMBER = re.compile(r"equation#(\d+)$")
+_SEGMENT = re.compile(r"segment#(\d+)$")
+
+
+class Mark(NamedTuple):
+    """Where an equation comes from.
+
+    Attributes:
+      number: of the equation of the numbered program.
+      segment: of the layers, 0 where the equation is not divided.
+    """
+
+    number: int
+    segment: int
+
+
+def numbered_program(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """Traces a program again without calls; each of its equations gets a number, which `mark_of` reads."""
+    numbers = itertools.count()
+
+    def run(equation: core.JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+        with source_info_util.extend_name_stack(f"equation#{next(numbers)}"):
+            return bind(equation, operands)
+
+    return traced_again(program, lambda *a: evaluated(program.jaxpr, program.consts, a, run, INLINED_BODIES))
+
+
+def in_segment(number: int) -> Any:
+    """Returns a context in which equations are of a segment of the layers."""
+    return source_info_util.extend_name_stack(f"segment#{number}")
+
+
+def mark_of(equation: core.JaxprEqn) -> Mark | None:
+    """Returns where an equation comes from; None of one that is in no numbered program."""
+    scopes = [scope.name for scope in equation.source_info.name_stack.stack]
+    numbers = [int(found[1]) for scope in scopes if (found := _NUMBER.match(scope))]
+    segments = [int(found[1]) for scope in scopes if (found := _SEGMENT.match(scope))]
+    return Mark(numbers[0], segments[0] if segments else 0) if numbers else None
+
+
+def without_numbers(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """Returns a program whose equations have no numbers."""
+
+    def unmarked(equation: core.JaxprEqn) -> core.JaxprEqn:
+        info = equation.source_info
+        scopes = (s for s in info.name_stack.stack if not (_NUMBER.match(s.name) or _SEGMENT.match(s.name)))
+        stack = source_info_util.NameStack(tuple(scopes))
+        return equation.replace(source_info=info.replace(name_stack=stack))
+
+    jaxpr = program.jaxpr.replace(eqns=[unmarked(equation) for equation in program.jaxpr.eqns])
+    return core.ClosedJaxpr(jaxpr, program.consts)
 
 
 class ArraySegments(NamedTuple):

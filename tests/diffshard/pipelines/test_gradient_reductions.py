@@ -16,7 +16,7 @@ from diffshard.pipelines.microbatches import BatchArguments
 from diffshard.pipelines.plans.consistency import from_json, to_json
 from diffshard.plans.formats import format_s
 from experiments.pipelines.stage_memory import compiled_program
-from search_spaces.pipelines import grouped_program
+from search_spaces.pipelines import example_groups
 from search_spaces.pipelines.divided_program import with_split_backward
 from search_spaces.pipelines.example_groups import in_groups
 from search_spaces.pipelines.stage_labels import Label
@@ -100,7 +100,7 @@ def test_an_operation_that_cannot_compute_groups_is_named(monkeypatch):
         return bind(equation, operands, **parameters)
 
     staged, _ = staged_parts(mlp_step, mlp_arguments(), 1, 4, 2)
-    monkeypatch.setattr(grouped_program, "bind", bind_without_tanh)
+    monkeypatch.setattr(example_groups, "bind", bind_without_tanh)
     with pytest.raises(ValueError, match=r"tanh \(.*test_gradient_reductions.py.* cannot compute groups of examples"):
         in_groups(staged)
 
