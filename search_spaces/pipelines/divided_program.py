@@ -238,19 +238,14 @@ def with_split_backward(staged: StagedStep) -> StagedStep:
     A stage that sends no gradients to others has all of it in the program "weights".
     """
     programs, avals = dict(staged.programs), dict(staged.avals)
-    makers, readers = dict(staged.makers), dict(staged.readers)
     for stage in range(staged.num_stages):
         program = programs.pop(Label("backward", stage), None)
         if program is None:
             continue
-        for half in _halves(staged, program, avals):
-            programs[half.label] = half
-            makers.update(dict.fromkeys(half.makes, half.label))
-            makers.update({a.total: half.label for a in half.accumulations})
-            readers.update({key: readers.get(key, frozenset()) | {stage} for key in half.reads})
+        programs.update({half.label: half for half in _halves(staged, program, avals)})
     order = sorted(programs, key=lambda label: (PROGRAM_KINDS.index(label.kind), label.phase, label.stage))
     programs = {label: programs[label] for label in order}
-    return replace(staged, programs=programs, avals=avals, makers=makers, readers=readers)
+    return replace(staged, programs=programs, avals=avals)
 
 
 def _halves(staged: StagedStep, program: StageProgram, avals: dict[Key, Any]) -> list[StageProgram]:

@@ -83,20 +83,12 @@ class _Grouping:
                 after = label._replace(phase=label.phase + 1)
                 reads = tuple(self._whole(key) for key in program.reads)
                 programs[after] = replace(program, label=after, reads=reads)
-        makers: dict[Key, Label] = {}
-        readers: dict[Key, set[int]] = {}
-        for label, program in programs.items():
-            makers.update({**dict.fromkeys(program.makes, label), **{a.total: label for a in program.accumulations}})
-            for key in program.reads:
-                readers.setdefault(key, set()).add(label.stage)
         return replace(
             staged,
             num_microbatches=self.num_microbatches,
             num_groups=1,
             programs=programs,
             outputs=tuple(key if isinstance(key, core.Literal) else self._whole(key) for key in staged.outputs),
-            makers=makers,
-            readers={key: frozenset(stages) for key, stages in readers.items()},
             avals=self.avals,
         )
 

@@ -112,8 +112,7 @@ class _Recomputation:
             yield read_in_trips.get(variable, Value(OUTSIDE, source)), key_of[variable]
 
     def staged_step(self) -> StagedStep:
-        staged, stage = self.staged, self.forward.label.stage
-        old = set(self.old_keys.values())
+        staged, old = self.staged, set(self.old_keys.values())
         left = [key for key in self.forward.makes if key not in old or self._is_read_elsewhere(key)]
         left += [key for key in self.keys.values() if key not in left]
         new_forward = self._forward(left)
@@ -121,12 +120,8 @@ class _Recomputation:
         backward_reads = [key for key in self.backward.reads if key not in old]
         available = tuple(dict.fromkeys([*backward_reads, *self.forward.reads, *self.keys.values()]))
         new_backward = self._backward(available, avals)
-        makers = {key: label for key, label in staged.makers.items() if label != self.forward.label}
-        makers.update(dict.fromkeys(left, self.forward.label))
-        readers = dict(staged.readers)
-        readers.update({key: readers.get(key, frozenset()) | {stage} for key in new_backward.reads})
         programs = {**staged.programs, self.forward.label: new_forward, self.backward.label: new_backward}
-        return replace(staged, programs=programs, avals=avals, makers=makers, readers=readers)
+        return replace(staged, programs=programs, avals=avals)
 
     def _is_read_elsewhere(self, key: Key) -> bool:
         """Returns whether a residual is also a result of the step, or some other program reads it."""

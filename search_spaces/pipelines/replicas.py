@@ -19,7 +19,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from search_spaces.pipelines.batch_states import Split
 from search_spaces.pipelines.microbatches import combined_with, neutral
-from search_spaces.pipelines.stage_labels import Accumulation, Key, Label
+from search_spaces.pipelines.stage_labels import PROGRAM_KINDS, Accumulation, Key, Label
 from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
 
 COMBINE_PHASE = -1
@@ -41,17 +41,7 @@ def replica_part(staged: StagedStep) -> StagedStep:
     begins = {label: _pruned(p, {k for s, k in needed if s == label.stage}) for label, p in staged.programs.items()
               if label.kind == "begin"}  # fmt: skip
     programs = {**{label: program for label, program in begins.items() if program is not None}, **programs}
-    readers: dict[Key, set[int]] = {}
-    for label, program in programs.items():
-        for key in program.reads:
-            readers.setdefault(key, set()).add(label.stage)
-    return replace(
-        staged,
-        programs=programs,
-        outputs=(),
-        makers={key: label for key, label in staged.makers.items() if label in programs},
-        readers={key: frozenset(stages) for key, stages in readers.items()},
-    )
+    return replace(staged, programs=programs, outputs=())
 
 
 def replicated_step(replicas: Sequence[StagedStep], microbatches: Sequence[int]) -> StagedStep:
@@ -70,8 +60,7 @@ def replicated_step(replicas: Sequence[StagedStep], microbatches: Sequence[int])
             f"{tuple(microbatches)}."
         )
     combined = _combined_sums(main)
-    avals, makers = dict(main.avals), {k: label for k, label in main.makers.items() if k not in combined}
-    readers: dict[Key, set[int]] = {key: set(stages) for key, stages in main.readers.items()}
+    avals = dict(main.avals)
     programs: dict[Label, StageProgram] = {}
     for r, staged in enumerate(replicas):
         part = staged if r == 0 else replica_part(staged)
@@ -79,11 +68,6 @@ def replicated_step(replicas: Sequence[StagedStep], microbatches: Sequence[int])
         for label, program in part.programs.items():
             at = label._replace(stage=label.stage + r * size)
             programs[at] = _renamed(program, at, own, combined, is_main=r == 0)
-            if r:
-                for key in programs[at].reads:
-                    readers.setdefault(key, set()).add(at.stage)
-                makers.update({k: at for k in programs[at].makes if label.kind != "begin" or k not in makers})
-            makers.update({a.total: at for a in programs[at].accumulations})
         for key, name in own.items():
             avals[name] = avals[key] if key not in combined else _of_replica(
                 avals[key], combined[key][1].state, microbatches[r]
@@ -94,18 +78,12 @@ def replicated_step(replicas: Sequence[StagedStep], microbatches: Sequence[int])
         if totals:
             label = Label("finish", stage, COMBINE_PHASE)
             programs[label] = program = _combining(label, totals, microbatches, avals)
-            makers.update({a.total: label for a in totals})
             avals.update(zip((a.total for a in totals), program.program.out_avals, strict=True))
-            for key in program.reads:
-                readers.setdefault(key, set()).add(stage)
-    kinds = "begin", "forward", "backward", "finish"
-    order = sorted(programs, key=lambda label: (kinds.index(label.kind), label.phase, label.stage))
+    order = sorted(programs, key=lambda label: (PROGRAM_KINDS.index(label.kind), label.phase, label.stage))
     return replace(
         main,
         num_stages=size * len(replicas),
         programs={label: programs[label] for label in order},
-        makers=makers,
-        readers={key: frozenset(stages) for key, stages in readers.items()},
         avals=avals,
     )
 

@@ -4,9 +4,11 @@ Every stage has a program that begins a step, one for the forward and one for th
 some that finish the step.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -58,8 +60,6 @@ class StagedStep:
       inputs: the keys of the flat arguments.
       homes: for each argument the stage that keeps it.
       outputs: for each flat result its key, or a literal.
-      makers: for each key that a program makes its label; of sums that of the backward program.
-      readers: for each key the stages that read it.
       batch: the positions of the arguments that micro-batches divide.
       avals: the shape and dtype of each key.
       offloaded: keys of residuals that wait in pinned memory of the host for the backward pass; see `offloading`.
@@ -74,13 +74,30 @@ class StagedStep:
     inputs: tuple[Key, ...]
     homes: tuple[int, ...]
     outputs: tuple[Key | core.Literal, ...]
-    makers: dict[Key, Label]
-    readers: dict[Key, frozenset[int]]
     batch: tuple[int, ...]
     avals: dict[Key, Any]
     offloaded: frozenset[Key] = frozenset()
     num_groups: int = 1
     given: Mapping[Key, PartitionSpec] = field(default_factory=dict)
+
+    @cached_property
+    def makers(self) -> dict[Key, Label]:
+        """For each key that a program makes its label; of several programs that begin a step the first one's."""
+        found: dict[Key, Label] = {}
+        for label, program in self.programs.items():
+            for key in (*program.makes, *(a.total for a in program.accumulations)):
+                if label.kind != "begin" or key not in found:
+                    found[key] = label
+        return found
+
+    @cached_property
+    def readers(self) -> dict[Key, frozenset[int]]:
+        """For each key the stages that read it."""
+        found: dict[Key, set[int]] = defaultdict(set)
+        for label, program in self.programs.items():
+            for key in program.reads:
+                found[key].add(label.stage)
+        return {key: frozenset(stages) for key, stages in found.items()}
 
     @property
     def has_split_backward(self) -> bool:
@@ -146,20 +163,15 @@ class _Assembly:
                 if label.kind != "begin" and (is_copy or (key in self.maker and self.maker[key].part == "before")):
                     self._want(Label("begin", label.stage), key)
         contents.update({label: self._contents(label) for label in self.wanted if label.kind == "begin"})
-        readers: dict[Key, set[int]] = {}
-        for label, (_, reads) in contents.items():
-            for key in reads:
-                readers.setdefault(key, set()).add(label.stage)
+        wanted = outputs.union(*(reads for _, reads in contents.values()))
         programs: dict[Label, StageProgram] = {}
-        makers: dict[Key, Label] = {}
         for label in sorted(contents, key=lambda label: (PROGRAM_KINDS.index(label.kind), label.phase, label.stage)):
             equations, reads = contents[label]
-            made = [k for e in self.owned.get(label, ()) for k in e.makes if k in outputs or k in readers]
+            made = [k for e in self.owned.get(label, ()) for k in e.makes if k in wanted]
             made += [k for k in self.wanted.get(label, ()) if k not in made and k not in reads]
             sums = tuple(a for at, a in step.sums.values() if at == label)
             program = self._program(equations, reads, made)
             programs[label] = StageProgram(label, program, tuple(reads), tuple(made), sums)
-            makers.update({**dict.fromkeys(made, label), **{a.total: label for a in sums}})
         inputs = [("value", i) for i in step.parts.inputs]
         return StagedStep(
             step.num_stages,
@@ -168,8 +180,6 @@ class _Assembly:
             tuple(inputs),
             tuple(step.homes[key] for key in inputs),
             tuple(step.outputs),
-            makers,
-            {key: frozenset(stages) for key, stages in readers.items()},
             tuple(n for n, i in enumerate(step.parts.inputs) if i in step.parts.batch),
             step.avals,
             num_groups=step.parts.num_groups,
