@@ -60,6 +60,11 @@ def _named_spec(spec: IndexedSpec, axis_names: tuple[str, ...]) -> NamedSpec:
     return tuple(tuple(axis_names[a] for a in axes) for axes in spec)
 
 
+def num_parts(spec: NamedSpec, axis_sizes: Mapping[str, int]) -> int:
+    """Returns into how many different parts a spec splits an array."""
+    return math.prod(axis_sizes[axis] for axes in spec for axis in axes)
+
+
 def indexed_spec(spec: NamedSpec, axis_names: Sequence[str]) -> IndexedSpec:
     """Returns a spec with the indices of the mesh axes in place of their names."""
     return _indexed_spec(spec, tuple(axis_names))

@@ -10,7 +10,6 @@ replica's hosts send to one replica after the other.
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +27,7 @@ from diffshard.pipelines.stage_programme import Stage
 from diffshard.pipelines.stage_search import BACKWARD_SHARE, FoundDivision, StageLayout
 from diffshard.pipelines.stage_variants import StageVariants
 from diffshard.pipelines.step_search import StepSearch
+from search_spaces.partition_specs import num_parts
 from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.replicas import replica_part
 from search_spaces.pipelines.stage_programs import StagedStep
@@ -97,7 +97,7 @@ def exchange_s(
 def _gather_s(cluster: Cluster, submesh: Submesh, layout: StageLayout, key: object, size: float) -> float:
     """Returns the seconds in which devices that got a part each of an array gather what each of them stores."""
     shape = mesh_shape(submesh)
-    parts = prod(shape[axis] for axes in layout.specs.get(key, ()) for axis in axes)
+    parts = num_parts(layout.specs.get(key, ()), shape)
     links = cluster.hardware(submesh.kind, shape).links
     sharing = submesh.num_devices // parts
     return max(float(collective_s("all_gather", size / parts, sharing, links[axis])) for axis in shape)

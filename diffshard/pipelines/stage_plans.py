@@ -29,7 +29,7 @@ from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.plan_store import plan_of_first_process
 from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.planning import find_plan
-from search_spaces.partition_specs import NamedSpec
+from search_spaces.partition_specs import NamedSpec, num_parts
 from search_spaces.pipelines.divided_program import is_between
 from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.stage_labels import MICROBATCH_KINDS, Key, Label, ProgramKind
@@ -155,7 +155,7 @@ class StagePlans:
             return 0.0
         stage, added_bytes = self.stages[label.stage], 0.0
         for a in self.staged.programs[label].accumulations:
-            parts = prod(stage.mesh.shape[axis] for axes in stage.layout.specs.get(a.total, ()) for axis in axes)
+            parts = num_parts(stage.layout.specs.get(a.total, ()), stage.mesh.shape)
             added_bytes += 3 * num_bytes(self.staged.avals[a.total]) / parts  # reads both, writes one
         return self.plans[label].step_s + added_bytes / stage.hardware.reached_memory_bytes_per_s
 

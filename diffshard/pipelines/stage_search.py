@@ -25,7 +25,7 @@ from diffshard.sharding_search.planning import fastest_choice
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.step_objective import step_s
 from diffshard.sharding_search.tracing import space_of, trace_function
-from search_spaces.partition_specs import NamedSpec, checked_axes_of, named_spec
+from search_spaces.partition_specs import NamedSpec, checked_axes_of, named_spec, num_parts
 from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.stage_labels import Key
 from search_spaces.pipelines.stage_programs import copy_of
@@ -146,8 +146,7 @@ def search_stage(
     specs = _specs(function, space, summary.layout, options.axis_names)
     sizes = dict(mesh.shape)
     residual_bytes = sum(
-        num_bytes(function.staged.avals[key]) / prod(sizes[a] for axes in specs.get(key, ()) for a in axes)
-        for key in function.queued
+        num_bytes(function.staged.avals[key]) / num_parts(specs.get(key, ()), sizes) for key in function.queued
     )
     return StageLayout(
         seconds,
@@ -273,7 +272,7 @@ class FoundDivision:
 
 
 UNKNOWN: Any = object()
-_FREE_SHARE = 0.95
+FREE_SHARE = 0.95
 """A plan that needs less of the memory is taken to be the best one without a limit."""
 SolveEntry = Callable[[Entry], StageLayout]
 Kind = tuple[tuple[Hashable, ...], int]
@@ -358,7 +357,7 @@ class SolvedStages:
             if layout is None and in_flight <= entry.in_flight:
                 return None
             is_best = layout is not None and (not layout.is_limited or in_flight <= entry.in_flight)
-            room = _FREE_SHARE * self._limits[entry.submesh]
+            room = FREE_SHARE * self._limits[entry.submesh]
             if layout is not None and is_best and layout.peak_bytes < room:
                 peak_bytes = layout.peak_bytes + (entry.in_flight - in_flight) * layout.residual_bytes
                 if peak_bytes < room:

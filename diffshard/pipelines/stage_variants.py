@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
 from typing import NamedTuple
 
 from jax.extend import core
@@ -23,14 +22,14 @@ from jax.sharding import AbstractMesh
 from cost.base import Hardware
 from cost.clusters import Submesh
 from cost.compute import CONTRACTIONS, equation_work, inner_jaxprs, roofline_s
-from diffshard.pipelines.options import STAGE_TIME_LIMIT_S, PipelineOptions, memory_limit_of, mesh_shape
+from diffshard.pipelines.options import PipelineOptions, memory_limit_of, mesh_shape
 from diffshard.pipelines.stage_function import StageFunction
-from diffshard.pipelines.stage_search import STAGE_GAP, StageLayout, StageMemoryError, search_stage
-from search_spaces.partition_specs import NamedSpec
+from diffshard.pipelines.stage_search import FREE_SHARE, STAGE_GAP, StageLayout, StageMemoryError, search_stage
+from search_spaces.partition_specs import num_parts
 from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.recomputed_programs import recomputed_stage, working_bytes
 from search_spaces.pipelines.residuals import OUTSIDE, StageResiduals, can_be_offloaded, residuals_of, with_offloaded
-from search_spaces.pipelines.stage_labels import Key, Label
+from search_spaces.pipelines.stage_labels import Label
 from search_spaces.pipelines.stage_programs import StagedStep
 from search_spaces.rematerialisation.choices import RematChoice
 
@@ -47,80 +46,6 @@ class ResidualEstimate(NamedTuple):
     num_bytes: float
 
 
-def least_offload(
-    estimates: Sequence[ResidualEstimate], needed_bytes: float, in_flight: int, hardware: Hardware
-) -> tuple[RematChoice, float] | None:
-    """Returns the choice of residuals that is fastest with as much of it offloaded as the memory demands.
-
-    Args:
-      estimates: choices; what is made again and what is offloaded is split over devices alike.
-      needed_bytes: what activations may take, as a whole.
-      in_flight: k; a byte that is offloaded spares k - 1, because a micro-batch that runs has it on the devices.
-      hardware: of the stage; must know `host_memory_bytes_per_s`.
-
-    Returns:
-      The choice and the bytes of each micro-batch to offload, as a whole; None where no choice can do.
-    """
-    assert hardware.host_memory_bytes_per_s is not None
-    possible = []
-    for number, (choice, activation_bytes) in enumerate(estimates):
-        offloaded = max(activation_bytes - needed_bytes, 0.0) / max(in_flight - 1, 1)
-        if in_flight > 1 and 0 < offloaded <= choice.kept_bytes:
-            seconds = choice.seconds + 2 * offloaded / hardware.host_memory_bytes_per_s
-            possible.append((seconds, number, offloaded))
-    if not possible:
-        return None
-    _, number, offloaded = min(possible)
-    return estimates[number].choice, offloaded
-
-
-def largest_residuals(staged: StagedStep, stage: int, least_bytes: float) -> tuple[int, ...]:
-    """Returns the positions of the fewest, largest residuals of a stage that reach a number of bytes, or of all."""
-    residuals = residuals_of(staged, stage)
-    size = {i: num_bytes(staged.avals[k]) for i, k in enumerate(residuals) if can_be_offloaded(staged, k)}
-    chosen: list[int] = []
-    for i in sorted(size, key=lambda i: -size[i]):
-        if sum(size[j] for j in chosen) < least_bytes:
-            chosen.append(i)
-    return tuple(sorted(chosen))
-
-
-def offloaded_keys(staged: StagedStep, layouts: Sequence[StageLayout]) -> list[Key]:
-    """Returns the keys of what the stages of a step offload, as their layouts say."""
-    return [residuals_of(staged, i)[place] for i, layout in enumerate(layouts) for place in layout.offloaded]
-
-
-def with_copies(
-    layout: StageLayout,
-    staged: StagedStep,
-    stage: int,
-    offloaded: Sequence[int],
-    sizes: dict[str, int],
-    hardware: Hardware,
-) -> StageLayout:
-    """Returns a layout with the seconds of the copies to the host and back, which its lower bound is without.
-
-    Args:
-      layout: of a stage whose residuals at some positions are offloaded.
-    """
-    assert hardware.host_memory_bytes_per_s is not None
-    residuals = residuals_of(staged, stage)
-    offloaded_bytes = sum(_local_bytes(staged, residuals[i], layout.specs, sizes) for i in offloaded)
-    offload_s = offloaded_bytes / hardware.host_memory_bytes_per_s
-    return replace(
-        layout,
-        seconds=layout.seconds + 2 * staged.num_microbatches * offload_s,
-        offloaded=tuple(offloaded),
-        offloaded_bytes=offloaded_bytes,
-        offload_s=offload_s,
-    )
-
-
-def _local_bytes(staged: StagedStep, key: Key, specs: dict[Key, NamedSpec], sizes: dict[str, int]) -> float:
-    parts = prod(sizes[axis] for axes in specs.get(key, ()) for axis in axes)
-    return num_bytes(staged.avals[key]) / parts
-
-
 _ESTIMATE_ERROR = 0.05
 """How much too high choices of residuals may be estimated, relative: those of GPTs and MLPs that were near the best one
 were within it, and one that was not was 9% too high."""
@@ -129,8 +54,6 @@ _MOST_FRUITLESS = 4
 _PASSES, _STACKED_PASSES = 2, 4
 """How often the bytes of a residual are moved: written and read; in trips of a scan, whose stack is filled with zeros
 and written by a kernel of its own, also copied (`copies_of`)."""
-_FREE_SHARE = 0.95
-"""A layout that needs less of the memory is taken to be the best one of its choice without a limit."""
 _KERNELS = ("reduce", "arg", "cum", "sort", "top_k", "scatter", "gather", "fft")
 """How the names of operations begin that have kernels of their own, besides contractions and loops."""
 
@@ -141,7 +64,8 @@ def with_choices(staged: StagedStep, layouts: Sequence[StageLayout]) -> StagedSt
         if layout.recomputed:
             residuals = StageResiduals(staged, stage, lambda equation: 0.0)
             staged = recomputed_stage(residuals, residuals.candidate(frozenset(layout.recomputed)))
-    return with_offloaded(staged, offloaded_keys(staged, layouts))
+    keys = [residuals_of(staged, i)[place] for i, layout in enumerate(layouts) for place in layout.offloaded]
+    return with_offloaded(staged, keys)
 
 
 class StageVariants:
@@ -150,7 +74,7 @@ class StageVariants:
     Args:
       replaced: for each flat argument of the step the flat result that replaces it, or None.
       in_flight: how many micro-batches it keeps at most.
-      time_limit_s: for the solver, each time that it is called; None takes that of the options, or of a stage.
+      time_limit_s: for the solver, each time that it is called.
       stages_per_device: how many stages share the memory of a device, in equal parts.
     """
 
@@ -164,16 +88,14 @@ class StageVariants:
         in_flight: int,
         *,
         is_donated: bool,
-        time_limit_s: float | None = None,
+        time_limit_s: float,
         stages_per_device: int = 1,
     ):
         self.options, self.staged, self.stage, self.replaced = options, staged, stage, replaced
         self.in_flight, self.is_donated, self.shape = in_flight, is_donated, mesh_shape(submesh)
         self.hardware = options.cluster.hardware(submesh.kind, self.shape)
         self.memory_limit_bytes = memory_limit_of(options, submesh.kind) / stages_per_device
-        self.uses = options.pipeline.residuals
-        own_limit_s = STAGE_TIME_LIMIT_S if options.time_limit_s is None else options.time_limit_s
-        self.time_limit_s = own_limit_s if time_limit_s is None else time_limit_s
+        self.uses, self.time_limit_s = options.pipeline.residuals, time_limit_s
 
     def chosen(
         self, recomputed: Sequence[int], offloaded: Sequence[int] = (), known: StageLayout | None = None
@@ -220,7 +142,7 @@ class StageVariants:
             num_fruitless = 0 if found[-1].seconds < best_s else num_fruitless + 1
         if not found:
             raise StageMemoryError("No choice of residuals that was tried fits.", is_proven=False)
-        is_limited |= any(layout.peak_bytes > _FREE_SHARE * self.memory_limit_bytes for layout in found)
+        is_limited |= any(layout.peak_bytes > FREE_SHARE * self.memory_limit_bytes for layout in found)
         best = min(found, key=lambda layout: layout.seconds)
         return replace(best, lower_bound_s=min(free.lower_bound_s, best.seconds), is_limited=is_limited)
 
@@ -285,14 +207,49 @@ class StageVariants:
         if self.in_flight < 2:
             return []  # a micro-batch that runs has its residuals on the devices
         whole = estimates[0].choice
-        found = least_offload(estimates, needed_bytes, self.in_flight, self.hardware) or (whole, math.inf)
+        found = self._least_offload(estimates, needed_bytes) or (whole, math.inf)
         for one, least_bytes in dict.fromkeys((found, (found[0], math.inf), (whole, math.inf))):
             try:
-                offloaded = largest_residuals(self._programs(residuals, one), self.stage, least_bytes)
-                return [self._variant(residuals, one, offloaded)]
+                return [self._variant(residuals, one, self._largest(self._programs(residuals, one), least_bytes))]
             except StageMemoryError:
                 continue
         return []
+
+    def _least_offload(
+        self, estimates: Sequence[ResidualEstimate], needed_bytes: float
+    ) -> tuple[RematChoice, float] | None:
+        """Returns the choice of residuals that is fastest with as much of it offloaded as the memory demands.
+
+        What is made again and what is offloaded is split over devices alike. A byte that is offloaded spares one less
+        than the micro-batches in flight, because the one that runs has it on the devices.
+
+        Args:
+          needed_bytes: what activations may take, as a whole.
+
+        Returns:
+          The choice and the bytes of each micro-batch to offload, as a whole; None where no choice can do.
+        """
+        possible = []
+        for choice, activation_bytes in estimates:
+            offloaded = max(activation_bytes - needed_bytes, 0.0) / (self.in_flight - 1)
+            if 0 < offloaded <= choice.kept_bytes:
+                possible.append((choice.seconds + 2 * offloaded / self._host_bytes_per_s, choice, offloaded))
+        return min(possible, key=lambda one: one[0])[1:] if possible else None
+
+    def _largest(self, staged: StagedStep, least_bytes: float) -> tuple[int, ...]:
+        """Returns the positions of the fewest, largest residuals that reach a number of bytes, or of all."""
+        residuals = residuals_of(staged, self.stage)
+        size = {i: num_bytes(staged.avals[k]) for i, k in enumerate(residuals) if can_be_offloaded(staged, k)}
+        chosen: list[int] = []
+        for i in sorted(size, key=lambda i: -size[i]):
+            if sum(size[j] for j in chosen) < least_bytes:
+                chosen.append(i)
+        return tuple(sorted(chosen))
+
+    @property
+    def _host_bytes_per_s(self) -> float:
+        assert self.hardware.host_memory_bytes_per_s is not None
+        return self.hardware.host_memory_bytes_per_s
 
     def _programs(self, residuals: StageResiduals, choice: RematChoice) -> StagedStep:
         return recomputed_stage(residuals, choice) if choice.recomputed else self.staged
@@ -304,12 +261,25 @@ class StageVariants:
         offloaded: Sequence[int] = (),
         known: StageLayout | None = None,
     ) -> StageLayout:
+        """Finds the shardings of a choice; its seconds have the copies to the host and back, its bound has not."""
         staged = self._programs(residuals, choice)
         names = residuals_of(staged, self.stage)
-        layout = self._layout(with_offloaded(staged, [names[i] for i in offloaded]), self.memory_limit_bytes, known)
+        away = [names[i] for i in offloaded]
+        layout = self._layout(with_offloaded(staged, away), self.memory_limit_bytes, known)
         spared_bytes = residuals.candidate(frozenset()).kept_bytes - choice.kept_bytes
         layout = replace(layout, recomputed=tuple(sorted(choice.recomputed)), recomputed_bytes=spared_bytes)
-        return with_copies(layout, staged, self.stage, offloaded, self.shape, self.hardware) if offloaded else layout
+        if not away:
+            return layout
+        parts = {key: num_parts(layout.specs.get(key, ()), self.shape) for key in away}
+        offloaded_bytes = sum(num_bytes(staged.avals[key]) / parts[key] for key in away)
+        offload_s = offloaded_bytes / self._host_bytes_per_s
+        return replace(
+            layout,
+            seconds=layout.seconds + 2 * staged.num_microbatches * offload_s,
+            offloaded=tuple(offloaded),
+            offloaded_bytes=offloaded_bytes,
+            offload_s=offload_s,
+        )
 
     def _layout(self, staged: StagedStep, memory_limit_bytes: float, known: StageLayout | None = None) -> StageLayout:
         options = self.options
