@@ -69,18 +69,18 @@ def checked_call(
         return [group[0] if segments is None else StagedArray(group, segments.dim) for segments, group in groups]
 
     shapes = [jax.ShapeDtypeStruct((), "float32")] * len(step.segments.results)  # only the names of results are read
-    graph, device = step.traced.function.graph, execution.calls.meshes[0].devices.flat[0]
+    graph, device = step.function.graph, execution.calls.meshes[0].devices.flat[0]
     two_runs = TwoRuns(
         way="`pipeline`",
         reference="one device",
         refer=on_one_device(whole, device),
         fault=FAULT,
-        paths=array_paths("result", step.traced.result.unflatten(shapes)),
+        paths=array_paths("result", step.call.result.unflatten(shapes)),
         epsilon=coarsest_epsilon(value.dtype for value in graph.values),
         processes=processes,
     )
     donated = [i for i, is_donated in enumerate(donated_arrays(options, args, kwargs)) if is_donated]
-    return step.traced.result.unflatten(two_runs.results(run, donated, arrays))
+    return step.call.result.unflatten(two_runs.results(run, donated, arrays))
 
 
 Name = int | str

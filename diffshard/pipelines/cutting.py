@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec
 from diffshard.pipelines.microbatches import (
     BatchArguments,
     TracedCall,
-    TracedMicrobatches,
     divided_call,
     traced_call,
     without_dead_code,
@@ -119,22 +118,22 @@ class CutStep:
     """A training step that is cut into stages.
 
     Attributes:
-      traced: the step, of arguments of which some are divided by layers.
+      call: the traced step, of arguments of which some are divided by layers.
+      function: it in micro-batches.
       cuts: `[S - 1]`, indices of equations of `parts.each` with which a stage begins.
-      feedback: for each flat result of the cut step the flat argument that it replaces, or None.
     """
 
-    traced: TracedMicrobatches
+    call: TracedCall
+    function: MicrobatchedFunction
     parts: StepParts
     cuts: tuple[int, ...]
     segments: Segments
-    feedback: tuple[int | None, ...]
 
     @property
     def replaced(self) -> list[int | None]:
         """For each flat argument of the cut step the flat result that replaces it, or None."""
-        found: list[int | None] = [None] * len(self.traced.arrays)
-        for result, argument in enumerate(self.feedback):
+        found: list[int | None] = [None] * len(self.call.arrays)
+        for result, argument in enumerate(self.call.feedback):
             if argument is not None:
                 found[argument] = result
         return found
@@ -160,7 +159,7 @@ class CutStep:
             group[0] if segments is None else StagedArray(group, segments.dim)
             for segments, group in self.segments.grouped_results(arrays)
         ]
-        return self.traced.result.unflatten(leaves)
+        return self.call.result.unflatten(leaves)
 
 
 def uncut_step(
@@ -235,24 +234,23 @@ def cut_step(step: UncutStep, cuts: Sequence[Cut]) -> CutStep:
         paths += [path] if found is None else [f"{path}[{a}:{b}]" for a, b in bounds]
     call = step.call._replace(
         program=without_dead_code(divided.program) if trips else step.call.program,
+        arrays=divided.segments.split_shapes(step.call.arrays),
         paths=paths,
         batch=[positions[i] for i in step.call.batch],
+        feedback=divided.segments.divided_feedback(step.call.feedback),
     )
     count, num_groups = step.parts.num_microbatches, step.parts.num_groups
     is_estimating = step.batch_means == "each_microbatch"
     function = (
         divided_call(call, count, _COUNT_NAME, num_groups, estimates_sums=is_estimating) if trips else step.function
     )
-    feedback = tuple(divided.segments.divided_feedback(step.call.feedback))
-    parts = step_parts(function, feedback) if trips else step.parts
+    parts = step_parts(function, call.feedback) if trips else step.parts
     where = sorted(_place(step, parts, cut, divided.bounds) for cut in cuts)
     parts = replace(
         parts,
         **{name: replace(part, program=without_numbers(part.program)) for name, part in _programs(parts).items()},
     )
-    arrays = divided.segments.split_shapes(step.call.arrays)
-    traced = TracedMicrobatches(function, arrays, paths, step.call.result)
-    return CutStep(traced, parts, tuple(where), divided.segments, feedback)
+    return CutStep(call, function, parts, tuple(where), divided.segments)
 
 
 def _place(step: UncutStep, parts: StepParts, cut: Cut, bounds: Mapping[int, Sequence[int]]) -> int:

@@ -133,8 +133,8 @@ def in_microbatches(
     batch = BatchArguments.checked(batch_argnums, batch_argnames)
 
     def run(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        traced = trace_in_microbatches(fn, count, batch, args, kwargs)
-        return traced.result.unflatten(traced.function(*traced.arrays))
+        traced = traced_call(fn, count, batch, args, kwargs)
+        return traced.result.unflatten(divided_call(traced, count, estimates_sums=True)(*traced.arrays))
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -147,19 +147,6 @@ def in_microbatches(
         return run(fn, args, kwargs)
 
     return call if count > 1 else fn
-
-
-class TracedMicrobatches(NamedTuple):
-    """A function that was traced for some arguments, in micro-batches.
-
-    Attributes:
-      result: the structure of the result, with its leaves that are no arrays.
-    """
-
-    function: MicrobatchedFunction
-    arrays: list[Any]
-    paths: list[str]
-    result: Structure
 
 
 class TracedCall(NamedTuple):
@@ -181,18 +168,6 @@ class TracedCall(NamedTuple):
     feedback: list[int | None]
 
 
-def trace_in_microbatches(
-    fn: Callable[..., Any], count: int, batch: BatchArguments, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> TracedMicrobatches:
-    """Traces a function for some arguments, arrays or their shapes, and finds how it runs in micro-batches.
-
-    Raises:
-      ValueError: the batch cannot be divided, or an operation mixes its examples; names the argument or the operation.
-    """
-    call = traced_call(fn, count, batch, args, kwargs)
-    return TracedMicrobatches(divided_call(call, count, estimates_sums=True), call.arrays, call.paths, call.result)
-
-
 def traced_call(
     fn: Callable[..., Any],
     count: int,
@@ -201,7 +176,11 @@ def traced_call(
     kwargs: Mapping[str, Any],
     count_name: str = "num_microbatches",
 ) -> TracedCall:
-    """Traces a function for some arguments, arrays or their shapes."""
+    """Traces a function for some arguments, arrays or their shapes.
+
+    Raises:
+      ValueError: an argument that has the batch is missing, or `count` does not divide it; names the argument.
+    """
     arrays, structure = split((tuple(args), dict(kwargs)))
     given = given_arguments(fn, args, kwargs)
     paths, of_batch = batch_of(fn, given, arrays, batch, _batch_name(count_name))
@@ -248,6 +227,9 @@ def divided_call(
     """Finds how a traced function runs in micro-batches, which are those of some groups one after the other.
 
     With `estimates_sums` gradients may read sums over the batch as each micro-batch estimates them.
+
+    Raises:
+      ValueError: an operation mixes the examples; names it.
     """
     graph = build_graph(call.program, [None] * len(call.program.jaxpr.outvars), call.paths)
     try:

@@ -91,9 +91,7 @@ def arguments_of(step: CutStep, staged: StagedStep, layout: StageLayout, stage: 
     """Returns the arguments that a stage keeps, with their shardings."""
     return tuple(
         Tensor(path, tuple(array.shape), str(array.dtype), layout.specs.get(key, ((),) * len(array.shape)))
-        for path, array, key, home in zip(
-            step.traced.paths, step.traced.arrays, staged.inputs, staged.homes, strict=True
-        )
+        for path, array, key, home in zip(step.call.paths, step.call.arrays, staged.inputs, staged.homes, strict=True)
         if home == stage
     )
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -54,31 +54,28 @@ class LayerPart(NamedTuple):
     loop: int
 
 
-@dataclass(frozen=True)
-class _Layers:
-    """A step in one stage, in which some layers have scopes.
-
-    Attributes:
-      number: for each layer of the chain an equal one that has a scope.
-    """
-
-    function: StageFunction
-    number: Sequence[int]
-
-
 class LayerBounds:
     """What each layer of a chain takes at least, on one mesh after the other.
+
+    The step is in one stage, with scopes around the first of all equal layers.
 
     Raises:
       ValueError: an operation cannot be computed in groups; names it.
     """
 
     def __init__(self, step: UncutStep, chain: LayerChain):
-        self._layers = _marked_layers(step, chain)
+        first: dict[Any, int] = {}
+        for layer, signature in enumerate(chain.signatures):
+            first.setdefault(signature, layer)
+        starts = sorted({start for layer in first.values() for start in (layer, layer + 1) if 0 < start < len(chain)})
+        cut = cut_step(step, chain.cuts_before(starts))
+        whole = in_groups(staged_step(cut.parts, [], layers=LabelledStep(cut.parts, cut.cuts)))
+        self._function = StageFunction(whole, 0, 1, cut.replaced)
+        self._number = [(0, *starts).index(first[signature]) for signature in chain.signatures]
 
     def seconds(self, mesh: AbstractMesh, hardware: Hardware) -> tuple[np.ndarray, np.ndarray]:
         """Returns `[L]` seconds of a micro-batch in each layer and `[L]` of the step's end, with any sharding."""
-        function, number = self._layers.function, list(self._layers.number)
+        function, number = self._function, self._number
         options = Options(fn=function, mesh=mesh, hardware=hardware, memory_limit_bytes=np.inf, progress="none")
         traced = trace_function(options, function.shapes)
         weigh(function, traced.graph, mesh)
@@ -188,19 +185,6 @@ def _least_s(problem: Problem, solved: dict[bytes, float]) -> float:
         least_s = sum(float(np.min(cost)) for cost in problem.node_cost)
         solved[key] = max(found.lower_bound, least_s)
     return solved[key]
-
-
-def _marked_layers(step: UncutStep, chain: LayerChain) -> _Layers:
-    """Returns the step in one stage with scopes around the first of all equal layers."""
-    first: dict[Any, int] = {}
-    for layer, signature in enumerate(chain.signatures):
-        first.setdefault(signature, layer)
-    starts = sorted({start for layer in first.values() for start in (layer, layer + 1) if 0 < start < len(chain)})
-    cut = cut_step(step, chain.cuts_before(starts))
-    labelled = LabelledStep(cut.parts, cut.cuts)
-    number = {layer: (0, *starts).index(layer) for layer in first.values()}
-    whole = in_groups(staged_step(cut.parts, [], layers=labelled))
-    return _Layers(StageFunction(whole, 0, 1, cut.replaced), [number[first[s]] for s in chain.signatures])
 
 
 _MOST_LAYERS = 48

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cost.pipeline_schedules import checked_stages_per_device, graph_of, splits_backward
 from diffshard.pipelines.execution import StagedExecution
-from diffshard.pipelines.microbatches import BatchArguments, trace_in_microbatches
+from diffshard.pipelines.microbatches import BatchArguments, divided_call, traced_call
 from search_spaces.pipelines.divided_program import with_split_backward
 from search_spaces.pipelines.forward_backward import num_bytes, places
 from search_spaces.pipelines.stage_programs import staged_step
@@ -107,8 +107,8 @@ def by_example(mesh, aval):
 
 def small_execution(step, counts, num_microbatches, schedule, stored=replicated, order=None, **options):
     """Returns a step on meshes of some numbers of devices, of which each has as many stages as the schedule needs."""
-    traced = trace_in_microbatches(step, num_microbatches, BatchArguments((1,), ()), arguments(), {})
-    parts = step_parts(traced.function)
+    traced = traced_call(step, num_microbatches, BatchArguments((1,), ()), arguments(), {})
+    parts = step_parts(divided_call(traced, num_microbatches, estimates_sums=True))
     num_stages = len(counts) * checked_stages_per_device(schedule, None)
     staged = staged_step(parts, even_cuts(parts, num_stages))
     staged = with_split_backward(staged) if splits_backward(schedule) else staged

@@ -226,7 +226,7 @@ def check_previous_versions_are_state(found):
     staged, step = found.staged, found.step
     for stage in range(staged.num_stages):
         function = StageFunction(staged, stage, 1, step.replaced)
-        places = zip(step.traced.paths, staged.inputs, staged.homes, strict=True)
+        places = zip(step.call.paths, staged.inputs, staged.homes, strict=True)
         previous = [
             key for path, key, home in places if ".previous" in path and home == stage and staged.avals[key].ndim
         ]

@@ -10,7 +10,7 @@ from cost.pipeline_schedules import graph_of
 from cost.pipeline_times import joined_graph
 from diffshard.pipelines.cutting import uncut_step
 from diffshard.pipelines.execution import StagedExecution
-from diffshard.pipelines.microbatches import BatchArguments, trace_in_microbatches
+from diffshard.pipelines.microbatches import BatchArguments, divided_call, traced_call
 from diffshard.pipelines.options import PipelineOptions
 from diffshard.pipelines.plans.consistency import from_json, to_json
 from diffshard.pipelines.replica_search import replicas_bound_s
@@ -43,8 +43,8 @@ def unequal_cluster():
 
 @pytest.fixture(scope="module")
 def staged():
-    traced = trace_in_microbatches(step_with_pieces, 8, BatchArguments((1,), ()), arguments(), {})
-    parts = step_parts(traced.function)
+    traced = traced_call(step_with_pieces, 8, BatchArguments((1,), ()), arguments(), {})
+    parts = step_parts(divided_call(traced, 8, estimates_sums=True))
     return staged_step(parts, even_cuts(parts, 2)), traced.result
 
 

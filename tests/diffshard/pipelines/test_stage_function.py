@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 
 from cost.presets import preset
 from diffshard.pipelines import stage_lifetimes
-from diffshard.pipelines.microbatches import BatchArguments, trace_in_microbatches
+from diffshard.pipelines.microbatches import BatchArguments, divided_call, traced_call
 from diffshard.pipelines.stage_function import StageFunction
 from diffshard.pipelines.stage_lifetimes import weigh
 from diffshard.sharding_search.options import Options
@@ -24,8 +24,8 @@ from tests.diffshard.pipelines.small_pipeline import arguments, check_close, eve
 
 @pytest.fixture(scope="module")
 def staged():
-    traced = trace_in_microbatches(train_step, 4, BatchArguments((1,), ()), arguments(), {})
-    parts = step_parts(traced.function)
+    traced = traced_call(train_step, 4, BatchArguments((1,), ()), arguments(), {})
+    parts = step_parts(divided_call(traced, 4, estimates_sums=True))
     return staged_step(parts, even_cuts(parts, 2))
 
 
@@ -52,8 +52,8 @@ def test_residuals_are_in_memory_until_the_backward_program_ends(staged, in_flig
 
 
 def test_the_function_makes_a_step_of_one_micro_batch_and_what_the_other_made():
-    traced = trace_in_microbatches(train_step, 2, BatchArguments((1,), ()), arguments(), {})
-    parts = step_parts(traced.function)
+    traced = traced_call(train_step, 2, BatchArguments((1,), ()), arguments(), {})
+    parts = step_parts(divided_call(traced, 2, estimates_sums=True))
     staged = staged_step(parts, [])
     num_kept = len(jax.tree.leaves(arguments()[0]))  # the state, which the first results replace
     function = StageFunction(staged, 0, 1, [i if i < num_kept else None for i in range(len(staged.inputs))])
@@ -105,8 +105,8 @@ def staged_with_early_scale():
 
     weights = [jax.ShapeDtypeStruct((16, 16), "float32")] * 3
     batch = jax.ShapeDtypeStruct((64, 16), "float32")
-    traced = trace_in_microbatches(step, 4, BatchArguments((1,), ()), (weights, batch), {})
-    parts = step_parts(traced.function)
+    traced = traced_call(step, 4, BatchArguments((1,), ()), (weights, batch), {})
+    parts = step_parts(divided_call(traced, 4, estimates_sums=True))
     names = [e.primitive.name for e in parts.each.program.jaxpr.eqns]
     staged = staged_step(parts, [names.index("tanh") + 1])
     forward, backward = (staged.programs[Label(kind, 1)] for kind in ("forward", "backward"))

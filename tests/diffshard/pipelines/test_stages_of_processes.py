@@ -78,7 +78,7 @@ from cost.pipeline_times import joined_graph
 from cost.pipeline_schedules import graph_of
 from diffshard.pipelines.execution import StagedExecution
 from diffshard.pipelines.microbatches import BatchArguments
-from diffshard.pipelines.microbatches import trace_in_microbatches
+from diffshard.pipelines.microbatches import divided_call, traced_call
 from search_spaces.pipelines.replicas import replicated_step
 from search_spaces.pipelines.stage_programs import staged_step
 from search_spaces.pipelines.step_parts import step_parts
@@ -87,7 +87,7 @@ from tests.diffshard.pipelines.small_pipeline import train_step
 
 small_pipeline.LAYERS = 2
 args = small_pipeline.arguments()
-parts = step_parts(trace_in_microbatches(train_step, 4, BatchArguments((1,), ()), args, {}).function)
+parts = step_parts(divided_call(traced_call(train_step, 4, BatchArguments((1,), ()), args, {}), 4))
 staged = staged_step(parts, small_pipeline.even_cuts(parts, 2))
 graph = joined_graph([graph_of("1f1b", 2, 3), graph_of("1f1b", 2, 1)])
 on = small_pipeline.meshes((2, 2, 2, 2))

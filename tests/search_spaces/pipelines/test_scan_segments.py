@@ -109,7 +109,7 @@ def check_divided(step, args, trips):
     """Compares a step that is divided at some trips with the whole one; returns the cut step and its result."""
     whole = uncut(step, args)
     cut = cut_step(whole, [Cut(scan, trip) for scan, trip in zip(trips_of(whole), trips, strict=True)])
-    found = cut.result(jax.jit(cut.traced.function)(*cut.flat_arguments(jax.tree.leaves(args))))
+    found = cut.result(jax.jit(cut.function)(*cut.flat_arguments(jax.tree.leaves(args))))
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), found, jax.jit(step)(*args))
     return cut, found
 
@@ -155,8 +155,8 @@ def test_scans_over_layers_that_belong_together_are_divided_alike():
     args = (weights(), weights(), ADAM.init(weights())), TOKENS
     cut, found = check_divided(student_and_teacher_step, args, [1, 3])
     assert {leaf.sizes for leaf in jax.tree.leaves(found) if isinstance(leaf, StagedArray)} == {(1, 2, 2)}
-    replaced = {n for n in cut.feedback if n is not None}
-    assert replaced == set(range(len(cut.traced.arrays) - 1))  # all but the batch
+    replaced = {n for n in cut.call.feedback if n is not None}
+    assert replaced == set(range(len(cut.call.arrays) - 1))  # all but the batch
 
 
 def with_loss_of_each_layer(params, tokens):
