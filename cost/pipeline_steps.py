@@ -24,12 +24,12 @@ from cost.pipeline_schedules import (
     Order,
     Schedule,
     ScheduleGraph,
+    alternating_order,
     graph_of,
     schedule_graph,
 )
 from cost.pipeline_times import Simulation, StageTimes, simulate, start_times_s
 from cost.real_numbers import Count, checked_number
-from cost.schedule_orders import alternating_order
 
 Overlap = Literal["own_ends", "late_ends", "none"]
 """How a step overlaps with the next one, with the schedule "2bw".

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 
 @dataclass
@@ -94,6 +94,38 @@ class Copier:
 
 def _is_ready(array: Any) -> bool:
     return array.is_ready()
+
+
+def transfer_shardings(
+    shape: Sequence[int], source: Mesh | AbstractMesh, target: Mesh | AbstractMesh
+) -> tuple[NamedSharding, NamedSharding]:
+    """Returns how an array leaves a mesh for another one, and how it arrives there: in equal parts."""
+    parts, dim = shared_parts(shape, tuple(source.shape.values()), tuple(target.shape.values()))
+    one, other = (NamedSharding(mesh, _first_axes(mesh, parts, dim)) for mesh in (source, target))  # type: ignore[arg-type]
+    return one, other
+
+
+def shared_parts(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> tuple[int, int]:
+    """Returns into how many parts an array is split that goes from one mesh to another, and along which dimension.
+
+    The parts are even, and as many as some first axes of both meshes have together.
+    """
+    possible = _first_products(one) & _first_products(other)
+    parts, dim = max(((n, -d) for d, size in enumerate(shape) for n in possible if size % n == 0), default=(1, 0))
+    return parts, -dim
+
+
+def _first_products(sizes: Sequence[int]) -> set[int]:
+    return {prod(sizes[:count]) for count in range(len(sizes) + 1)}
+
+
+def _first_axes(mesh: Mesh | AbstractMesh, parts: int, dim: int) -> PartitionSpec:
+    """Returns the spec that splits a dimension in parts over the first axes of a mesh."""
+    axes: list[str] = []
+    for name, size in mesh.shape.items():
+        if prod(mesh.shape[axis] for axis in axes) < parts and size > 1:
+            axes.append(str(name))
+    return PartitionSpec(*([None] * dim), tuple(axes)) if parts > 1 else PartitionSpec()
 
 
 def bytes_each(shape: Sequence[int], dtype: Any, sharding: NamedSharding) -> int:

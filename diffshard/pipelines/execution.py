@@ -23,7 +23,6 @@ from diffshard.pipelines.stage_calls import (
     ShardingOf,
     StageCall,
     StageCalls,
-    TransferOf,
     is_alike,
     program_as_traced,
 )
@@ -58,7 +57,6 @@ class StagedExecution:
       sharding_of: how each stage stores its arguments, sums, and what its programs leave.
       function_of: what runs a program.
       donate: positions of flat arguments that the caller does not need after a step, so that results take their memory.
-      transfer_of: how arrays go from stage to stage; None takes as many parts as divide both numbers of devices.
 
     Attributes:
       calls: the jitted programs.
@@ -77,10 +75,9 @@ class StagedExecution:
         *,
         function_of: FunctionOf = program_as_traced,
         donate: Collection[int] = (),
-        transfer_of: TransferOf | None = None,
     ):
         check_execution(staged, meshes, graph, donate)
-        self.calls, self.graph = StageCalls(staged, meshes, sharding_of, function_of, donate, transfer_of), graph
+        self.calls, self.graph = StageCalls(staged, meshes, sharding_of, function_of, donate), graph
         self._actions = _Dispatch(self.calls)
 
     def __call__(self, arrays: Sequence[Any]) -> list[Any]:

@@ -327,7 +327,6 @@ class PipelinedFunction(Generic[PlanT]):
             plans.sharding,
             function_of=plans.function,
             donate=self._donated(args, kwargs, found),
-            transfer_of=plans.transfer,
         )
 
     def _donated(self, args: Sequence[Any], kwargs: Mapping[str, Any], found: FoundPipeline) -> list[int]:

@@ -18,8 +18,15 @@ from diffshard.pipelines.layer_graphs import LayerChain
 from diffshard.pipelines.options import PipelineOptions, memory_limit_of, mesh_shape
 from diffshard.pipelines.plans.base import PipelinePlanData, PlannedReplica, PlannedStage
 from diffshard.pipelines.plans.consistency import simulated
-from diffshard.pipelines.stage_lifetimes import split_bytes
-from diffshard.pipelines.stage_plans import StageDevices, StagePlans, arguments_of, mesh_of, place_stages, sends_s
+from diffshard.pipelines.stage_plans import (
+    StageDevices,
+    StagePlans,
+    arguments_of,
+    mesh_of,
+    place_stages,
+    sends_s,
+    split_bytes,
+)
 from diffshard.pipelines.stage_programme import Stage
 from diffshard.pipelines.stage_run import chosen_overlap, overlap_bytes
 from diffshard.pipelines.stage_search import Entry, StageLayout

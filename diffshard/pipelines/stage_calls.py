@@ -1,15 +1,14 @@
 """The jitted programs of a staged step: how arrays enter and leave them, and which memory their results may take.
 
-What another stage reads leaves a program in equal shards, of as many parts as divide both numbers of devices. So a copy
-between stages moves whole shards, and is dispatched without waiting for them. A result takes the memory of an array of
-its own size that the program is the last one to read.
+What another stage reads leaves a program in equal shards, of as many parts as some first axes of both meshes have. So a
+copy between stages moves whole shards, and is dispatched without waiting for them. A result takes the memory of an
+array of its own size that the program is the last one to read.
 
 Two functions say how a stage works: `ShardingOf` how it stores an array, and `FunctionOf` what runs its program.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from math import gcd, prod
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from diffshard.pipelines.copies import transfer_shardings
 from search_spaces.pipelines.batch_states import Split
 from search_spaces.pipelines.microbatches import combined_with, merged, neutral
 from search_spaces.pipelines.stage_labels import MICROBATCH_KINDS, NUMBER, Accumulation, Key, Label
@@ -26,8 +26,6 @@ ShardingOf = Callable[[int, Key], NamedSharding | None]
 """`sharding_of(stage, key)`: how a stage stores an array, on its sub-mesh; None replicates it."""
 HOST_MEMORY = "pinned_host"
 """JAX's name of memory of the host that devices copy to and from by themselves."""
-TransferOf = Callable[[Key, int, int], tuple[NamedSharding, NamedSharding]]
-"""`transfer_of(key, source, target)`: how an array leaves a stage for another and how it arrives: in equal parts."""
 FunctionOf = Callable[[StageProgram], Callable[..., Sequence[Any]]]
 """`function_of(program)`: a traceable function of the arrays `program.reads` that returns those of `program.makes`."""
 
@@ -87,7 +85,6 @@ class StageCalls:
       sharding_of: how a stage stores arguments, sums and what its programs leave.
       function_of: what runs a program.
       donate: positions of flat arguments whose memory results may take.
-      transfer_of: how arrays go from stage to stage; None takes as many parts as divide both numbers of devices.
 
     Attributes:
       calls: by label, in an order in which they could run one after the other.
@@ -103,9 +100,7 @@ class StageCalls:
         sharding_of: ShardingOf,
         function_of: FunctionOf = program_as_traced,
         donate: Collection[int] = (),
-        transfer_of: TransferOf | None = None,
     ):
-        self._transfer_of = transfer_of or self._shared_shardings
         self.staged, self.meshes, self._sharding_of, self._function_of = staged, list(meshes), sharding_of, function_of
         self._shared: dict[tuple[Key, int, int], tuple[NamedSharding, NamedSharding]] = {}
         self._totals = {a.total for program in staged.programs.values() for a in program.accumulations}
@@ -128,12 +123,10 @@ class StageCalls:
         return NamedSharding(self.meshes[stage], PartitionSpec()) if chosen is None else chosen
 
     def shared(self, key: Key, source: int, target: int) -> tuple[NamedSharding, NamedSharding]:
-        """Returns how an array leaves a stage for another one, and how it arrives there: in equal shards.
-
-        Both have as many parts as divide both numbers of devices and the first dimension that they divide.
-        """
+        """Returns how an array leaves a stage for another one, and how it arrives there: in equal shards."""
         if (key, source, target) not in self._shared:
-            self._shared[key, source, target] = self._transfer_of(key, source, target)
+            meshes = self.meshes[source], self.meshes[target]
+            self._shared[key, source, target] = transfer_shardings(self.staged.avals[key].shape, *meshes)
         return self._shared[key, source, target]
 
     def stored(self, stage: int, key: Key) -> NamedSharding:
@@ -144,13 +137,6 @@ class StageCalls:
     def is_offloaded(self, stage: int, key: Key) -> bool:
         """Returns whether a stage leaves an array on the host for its own backward program."""
         return key in self.staged.offloaded and self.staged.makers[key].stage == stage
-
-    def _shared_shardings(self, key: Key, source: int, target: int) -> tuple[NamedSharding, NamedSharding]:
-        shape = self.staged.avals[key].shape
-        counts = self.meshes[source].devices.size, self.meshes[target].devices.size
-        parts, dim = max(((gcd(gcd(*counts), n), -d) for d, n in enumerate(shape)), default=(1, 0))
-        source_mesh, target_mesh = self.meshes[source], self.meshes[target]
-        return _in_parts(source_mesh, parts, -dim), _in_parts(target_mesh, parts, -dim)
 
     def read_sharding(self, stage: int, key: Key) -> NamedSharding:
         """Returns the sharding in which a program of a stage reads an array."""
@@ -262,16 +248,6 @@ class StageCalls:
 def is_alike(sharding: Any, other: Any, ndim: int) -> bool:
     """Returns whether two shardings put the same parts of an array on the same devices."""
     return sharding is other or sharding == other or sharding.is_equivalent_to(other, ndim)
-
-
-def _in_parts(mesh: Mesh, parts: int, dim: int) -> NamedSharding:
-    """Returns the sharding of a dimension in parts over neighbouring devices, by the mesh's own axes where they can."""
-    for num_axes in range(len(mesh.shape) + 1):
-        axes = mesh.axis_names[:num_axes]
-        if prod(mesh.shape[axis] for axis in axes) == parts:
-            return NamedSharding(mesh, PartitionSpec(*([None] * dim), axes) if parts > 1 else PartitionSpec())
-    parted = Mesh(mesh.devices.reshape(parts, -1), ("part", "copy"))
-    return NamedSharding(parted, PartitionSpec(*([None] * dim), "part"))
 
 
 def _with_target(forms: Sequence[Leaving], key: Key, sharding: NamedSharding, target: int, ndim: int) -> list[Leaving]:

@@ -5,35 +5,31 @@ times, and the end of the step. A stage that keeps k micro-batches has the resid
 from which the backward program reads and to which the forward program adds, so that they count as memory. Arrays that
 have a key leave a name in the traced function, by which their specs are found in a layout.
 
-It is for planning; what runs are the programs themselves.
+It is for planning; what runs are the programs themselves. What goes from one of these to another is in memory whoever
+reads it: residuals until the backward program ends, arrays that other stages send until the program that reads them
+ends, and the next micro-batch's beside them, which may have arrived from both sides.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
+from jax.sharding import AbstractMesh
 
+from diffshard.pipelines.copies import shared_parts
 from search_spaces.pipelines.microbatches import combined_with
 from search_spaces.pipelines.stage_labels import NUMBER, Accumulation, Key, Label
 from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
 from search_spaces.replay import bind, context_of
-from search_spaces.sharding.graph import Vertex
+from search_spaces.sharding.graph import Graph, Value, Vertex, is_contraction
+from search_spaces.sharding.memory import has_one_trip
 
 _COMBINED = ("sum", "max", "min")
 _SCOPE, _FORWARD = "each micro-batch", "forward program"
-
-
-@dataclass(frozen=True)
-class StageArguments:
-    """The arguments of a stage's function, as keys."""
-
-    kept: tuple[Key, ...]
-    read: tuple[Key, ...]
-    received: tuple[Key, ...]
 
 
 class StageFunction:
@@ -44,7 +40,8 @@ class StageFunction:
       replaced: for each flat argument of the step the flat result that replaces it, or None.
 
     Attributes:
-      arguments: the keys of `kept`, `read` and `received`.
+      kept, read, received: the keys of the arguments that results replace, of others of the step, and of what other
+        stages send.
       results: the keys of other results.
       residuals: the keys of what the backward program of a micro-batch reads that its forward program made or read
         itself, if it is not there for the whole step: these arrays are there for each micro-batch that is kept.
@@ -69,23 +66,20 @@ class StageFunction:
             and staged.homes[position] == stage
             and staged.outputs[result] in own
         }
-        kept = [key for key in inputs if key in self.result_of]
-        self.arguments = StageArguments(
-            tuple(kept),
-            tuple(key for key in reads if key in inputs and key not in self.result_of),
-            tuple(key for key in reads if key not in inputs and key not in made and key != NUMBER),
-        )
+        self.kept = tuple(key for key in inputs if key in self.result_of)
+        self.read = tuple(key for key in reads if key in inputs and key not in self.result_of)
+        self.received = tuple(key for key in reads if key not in inputs and key not in made and key != NUMBER)
         results = {key for key in staged.outputs if not isinstance(key, core.Literal)}
         read_elsewhere = {key for key, stages in staged.readers.items() if stages - {stage}}
         self.totals = {a.total for program in staged.programs.values() for a in program.accumulations}
         self.sent = made & read_elsewhere - results - self.totals
-        self.results = tuple(k for k in made if (k in results or k in read_elsewhere) and k not in kept)
+        self.results = tuple(k for k in made if (k in results or k in read_elsewhere) and k not in self.kept)
         self.names: dict[Key, str] = {}
         self.forward = self.programs.get(Label("forward", stage))
         self.backward = self.programs.get(Label("backward", stage))
         self.sums: tuple[Accumulation, ...] = () if self.backward is None else self.backward.accumulations
         made_forward = set() if self.forward is None else set(self.forward.makes)
-        waiting = {key for key in self.arguments.received if self.is_sent_forward(key)}
+        waiting = {key for key in self.received if self.is_sent_forward(key)}
         made_forward |= waiting
         self.residuals = [] if self.backward is None else [key for key in self.backward.reads if key in made_forward]
         self.queued = [key for key in self.residuals if key not in staged.offloaded]
@@ -93,22 +87,18 @@ class StageFunction:
     @property
     def shapes(self) -> tuple[list[Any], list[Any], list[list[Any]], list[Any], list[Any]]:
         """The types of the arguments of a call."""
-        arguments = self.arguments
         totals = [self._shape(a.total) for a in self.sums]
         queue = [[self._shape(key) for key in self.queued] for _ in range(self.in_flight - 1)]
-        kept, read, received = (
-            [self._shape(key) for key in keys] for keys in (arguments.kept, arguments.read, arguments.received)
-        )
+        kept, read, received = ([self._shape(key) for key in keys] for keys in (self.kept, self.read, self.received))
         return kept, totals, queue, read, received
 
     def __call__(
         self, kept: list[Any], totals: list[Any], queue: list[list[Any]], read: list[Any], received: list[Any]
     ) -> tuple[list[Any], list[Any], list[list[Any]], dict[str, Any]]:
         """Returns the results that replace the first three arguments, and the others."""
-        arguments = self.arguments
-        env: dict[Key, Any] = {NUMBER: jnp.int32(0), **dict(zip(arguments.kept, kept, strict=True))}
-        env.update(zip(arguments.read, read, strict=True))
-        env.update({key: self._named(key, array) for key, array in zip(arguments.received, received, strict=True)})
+        env: dict[Key, Any] = {NUMBER: jnp.int32(0), **dict(zip(self.kept, kept, strict=True))}
+        env.update(zip(self.read, read, strict=True))
+        env.update({key: self._named(key, array) for key, array in zip(self.received, received, strict=True)})
         self._run(env, self.programs.get(Label("begin", self.stage)))
         with jax.named_scope(_SCOPE):
             with jax.named_scope(_FORWARD):
@@ -122,7 +112,7 @@ class StageFunction:
             if label.kind == "finish":
                 self._run(env, program)
         others = {f"result {i}": env[key] for i, key in enumerate(self.results) if key in env}
-        return [env[self.result_of[key]] for key in arguments.kept], totals, queue[1:], others
+        return [env[self.result_of[key]] for key in self.kept], totals, queue[1:], others
 
     def is_sent_forward(self, key: Key) -> bool:
         """Returns whether the forward program of another stage sends an array, which then waits for its readers."""
@@ -186,3 +176,171 @@ class StageFunction:
 
     def _shape(self, key: Key) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(*self.type_of(key))
+
+
+def weigh(function: StageFunction, graph: Graph, mesh: AbstractMesh) -> None:
+    """Makes the traced graph of a stage's function say what the programs of the stage do.
+
+    What runs for each micro-batch counts M times.
+
+    Args:
+      graph: of this function; it is changed.
+    """
+    _Lifetimes(function, graph).write(tuple(mesh.shape.values()))
+    for vertex in graph.vertices:
+        if function.is_each(vertex):
+            vertex.weight *= function.staged.num_microbatches
+            vertex.operand_weight = [w * function.staged.num_microbatches for w in vertex.operand_weight]
+
+
+_COMBINED_BYTES = 30 * 2**20
+"""Up to this size of their results XLA's GPU compiler combines reductions, which then wait for the last of them.
+
+Source: XLA, `xla_gpu_reduce_scatter_combine_threshold_bytes` and the like.
+"""
+
+
+class _Lifetimes:
+    """Until when arrays of a stage are in memory.
+
+    Attributes:
+      ends: the positions of the last operations of the forward and the backward program.
+      inputs: the flat arguments of the graph, each with its key; with None for sums.
+    """
+
+    def __init__(self, function: StageFunction, graph: Graph):
+        self.function, self.graph = function, graph
+        self._named = {v.equation.params["name"]: v for v in graph.operations() if v.primitive == "name" and v.equation}
+        forward_end = max((v.position for v in graph.vertices if function.is_forward(v)), default=-1)
+        end = max((v.position for v in graph.vertices if function.is_each(v)), default=0)
+        self.ends = {"forward": forward_end, "backward": end}
+        queue = function.queued * (function.in_flight - 1)
+        keys = [*function.kept, *(None for _ in function.sums), *queue, *function.read, *function.received]
+        self.inputs = list(zip(keys, (v.results[0] for v in graph.inputs), strict=True))
+
+    def write(self, axis_sizes: tuple[int, ...]) -> None:
+        """Writes them to the graph."""
+        self._keep_residuals()
+        self._keep_for_step()
+        own = self._receive()
+        self._give_up(own, self._send())
+        self._store_as_received(axis_sizes)
+        self._combine_reductions(prod(axis_sizes))
+
+    def named(self, key: Key) -> Value | None:
+        """Returns the value that has the name of a key; None where a key has none, as single numbers."""
+        vertex: Vertex | None = self._named.get(self.function.names.get(key, ""))
+        return None if vertex is None else vertex.results[0]
+
+    def _keep_residuals(self) -> None:
+        """Keeps residuals whoever reads them, to the end of the backward program."""
+        values = [self.named(key) for key in self.function.residuals] + [value for _, value in self._queue()]
+        self.graph.stored_until.update({value.id: self.ends["backward"] for value in values if value is not None})
+
+    def _queue(self) -> list[tuple[Key, Value]]:
+        """Returns the residuals of the micro-batch that has been kept the longest; of it the backward program runs."""
+        function, first = self.function, len(self.function.kept) + len(self.function.sums)
+        return self.inputs[first : first + len(function.queued)] if function.in_flight > 1 else []
+
+    def _keep_for_step(self) -> None:
+        """Keeps what the begin program makes, copies of arguments included, until the last micro-batch."""
+        function, end = self.function, self.ends["backward"]
+        read = {
+            key for program in (function.forward, function.backward) if program is not None for key in program.reads
+        }
+        begin = function.programs.get(Label("begin", function.stage))
+        for key in () if begin is None else begin.makes:
+            value = self.named(key)
+            if key in read and value is not None:
+                self.graph.stored_until[value.id] = end
+        self._free_copies(read)
+        of_step = {*function.kept, *function.read} & read
+        self.graph.copied_until.update({value.id: end for key, value in self.inputs if key in of_step})
+
+    def _free_copies(self, read: set[Key]) -> None:
+        """Frees arguments that another stage keeps after the last program of this one that reads them."""
+        function = self.function
+        finished = {key for label, p in function.programs.items() if label.kind == "finish" for key in p.reads}
+        begin_end = min((v.position for v in self.graph.vertices if function.is_each(v)), default=0) - 1
+        homes = dict(zip(function.staged.inputs, function.staged.homes, strict=True))
+        for key, value in self.inputs:
+            if key in homes and homes[key] != function.stage and key in function.read and key not in finished:
+                self.graph.stored_until[value.id] = self.ends["backward"] if key in read else begin_end
+
+    def _send(self) -> dict[str, list[Any]]:
+        """Ends what is made for other stages with its program; returns the types, by the kind of the program."""
+        types: dict[str, list[Any]] = {"forward": [], "backward": []}
+        for key in self.function.sent:
+            value, kind = self.named(key), self.function.staged.makers[key].kind
+            if value is not None and kind in types:
+                value.last_read_at = self.ends[kind]
+                types[kind].append(self.function.type_of(key))
+        return types
+
+    def _receive(self) -> dict[str, dict[Key, Value]]:
+        """Keeps what has arrived for the next micro-batch; returns what is there of the one that runs, by program.
+
+        The argument stands for the next micro-batch's array, and its name for that of the one that runs.
+        """
+        function, own = self.function, {"forward": {}, "backward": {}}
+        num_received = len(function.received)
+        for key, argument in self.inputs[len(self.inputs) - num_received :]:
+            is_gradient, value = function.is_sent_back(key), self.named(key)
+            if value is None or not (is_gradient or function.is_sent_forward(key)):
+                continue
+            has_next = function.in_flight > 1 if is_gradient else function.in_flight < function.staged.num_microbatches
+            if has_next:
+                self.graph.stored_until[argument.id] = self.ends["backward"]
+            if key not in function.residuals:
+                own["backward" if is_gradient else "forward"][key] = value
+        of_backward = self._queue() or [(key, self.named(key)) for key in function.queued]
+        own["backward"].update({key: value for key, value in of_backward if value is not None})
+        return own
+
+    def _give_up(self, own: dict[str, dict[Key, Value]], sent: dict[str, list[Any]]) -> None:
+        """Keeps what a program reads to its end, but for arrays whose memory a result of their type takes."""
+        function = self.function
+        for program in filter(None, (function.forward, function.backward)):
+            kind = program.label.kind
+            for key in program.reads:
+                value = own[kind].get(key)
+                if value is None:
+                    continue
+                if function.type_of(key) in sent[kind]:
+                    sent[kind].remove(function.type_of(key))
+                    self.graph.stored_until[value.id] = value.made_at
+                else:
+                    self.graph.stored_until[value.id] = self.ends[kind]
+
+    def _store_as_received(self, axis_sizes: tuple[int, ...]) -> None:
+        """Leaves what is received on devices as it came: in equal parts, from a mesh like this one."""
+        for key, value in self.inputs:
+            if key is not None and (self.function.is_sent_forward(key) or self.function.is_sent_back(key)):
+                parts, _ = shared_parts(self.function.staged.avals[key].shape, axis_sizes, axis_sizes)
+                self.graph.stored_parts[value.id] = parts
+
+    def _combine_reductions(self, num_devices: int) -> None:
+        """Keeps gradients of weights unreduced until those are there with which they are reduced in one collective."""
+        found = [self._product_of(a.part) for a in self.function.sums]
+        products = sorted((value for value in found if value is not None), key=lambda value: value.made_at)
+        group: list[Value] = []
+        size = 0.0
+        for value in products:
+            num_bytes = value.num_bytes / num_devices
+            if size + num_bytes > _COMBINED_BYTES:
+                group, size = [], 0.0
+            group.append(value)
+            size += num_bytes
+            self.graph.reduced_until.update({v.id: value.made_at for v in group})
+
+    def _product_of(self, key: Key) -> Value | None:
+        """Returns the product that an array is, perhaps in another shape or type; None if it is none."""
+        value = self.named(key)
+        while value is not None:
+            vertex = self.graph.vertices[value.vertex]
+            if is_contraction(vertex):
+                return value
+            operands = [o for o in vertex.operands if isinstance(o, Value)]
+            is_single_trip = vertex.kind == "stack" and has_one_trip(vertex)
+            value = operands[0] if len(operands) == 1 and (vertex.kind == "operation" or is_single_trip) else None
+        return None

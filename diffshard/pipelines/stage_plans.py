@@ -6,7 +6,7 @@ another. With these fixed, the forward and the backward program are planned each
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from math import prod
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax
@@ -17,10 +17,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from cost.base import Hardware
 from cost.clusters import Cluster, Submesh
+from cost.pipeline_schedules import BACKWARD, FORWARD, WEIGHTS, ScheduleGraph, in_flight
 from diffshard.base import InfeasibleError
+from diffshard.pipelines.copies import bytes_each, transfer_shardings
 from diffshard.pipelines.cutting import CutStep
 from diffshard.pipelines.options import PipelineOptions
-from diffshard.pipelines.stage_lifetimes import shared_parts
 from diffshard.pipelines.stage_search import StageLayout
 from diffshard.plans.base import Tensor
 from diffshard.processes import Processes
@@ -85,6 +86,32 @@ def sends_s(staged: StagedStep, cluster: Cluster, i: int, one: Submesh, other: S
             if label.kind == "backward" and target <= i < label.stage and not isinstance(key, tuple):
                 backward += num_bytes(staged.avals[key])
     return cluster.link_s(forward, one, other), cluster.link_s(backward, other, one)
+
+
+def split_bytes(
+    staged: StagedStep, stage: int, graph: ScheduleGraph, sharding: Callable[[int, Key], NamedSharding]
+) -> int:
+    """Returns the bytes that a stage keeps more on each device than its residuals times the micro-batches in flight.
+
+    Args:
+      staged: a step with split backward programs.
+      stage: which one.
+      graph: the schedule.
+      sharding: how a stage stores an array.
+    """
+    programs = [staged.programs.get(Label(kind, stage)) for kind in ("backward", "weights")]
+    backward, weights = (set() if program is None else set(program.reads) for program in programs)
+
+    def total(keys: set[Key], *kinds: str) -> int:
+        of_kinds = (key for key in keys if key in staged.makers and staged.makers[key].kind in kinds)
+        avals = ((key, staged.avals[key]) for key in of_kinds)
+        return sum(bytes_each(aval.shape, aval.dtype, sharding(stage, key)) for key, aval in avals)
+
+    before, after = total(backward | weights, "forward"), total(weights, "forward", "backward")
+    change = {FORWARD: before, BACKWARD: after - before, WEIGHTS: -after}
+    kinds = graph.kind[(graph.stage == stage)].tolist()
+    most = max(accumulate(change.get(kind, 0) for kind in kinds))
+    return most - int(in_flight(graph)[stage]) * before
 
 
 def arguments_of(step: CutStep, staged: StagedStep, layout: StageLayout, stage: int) -> tuple[Tensor, ...]:
@@ -174,12 +201,8 @@ class StagePlans:
 
     def transfer(self, key: Key, source: int, target: int) -> tuple[NamedSharding, NamedSharding]:
         """Returns how an array leaves a stage for another one, and how it arrives there."""
-        source_mesh, target_mesh = self.stages[source].mesh, self.stages[target].mesh
-        shape = self.staged.avals[key].shape
-        parts, dim = shared_parts(shape, tuple(source_mesh.shape.values()), tuple(target_mesh.shape.values()))
-        specs = (_first_axes(mesh, parts, dim) for mesh in (source_mesh, target_mesh))
-        one, other = (NamedSharding(m, spec) for m, spec in zip((source_mesh, target_mesh), specs, strict=True))  # type: ignore[arg-type]
-        return one, other
+        meshes = self.stages[source].mesh, self.stages[target].mesh
+        return transfer_shardings(self.staged.avals[key].shape, *meshes)
 
     def spec(self, stage: int, key: Key) -> PartitionSpec:
         """Returns how a stage stores an array; what it receives stays as it came, and small arrays are replicated."""
@@ -232,15 +255,6 @@ class StagePlans:
     def _shape(self, key: Key) -> jax.ShapeDtypeStruct:
         aval = self.staged.avals[key]
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-
-
-def _first_axes(mesh: Mesh | AbstractMesh, parts: int, dim: int) -> PartitionSpec:
-    """Returns the spec that splits a dimension in parts over the first axes of a mesh."""
-    axes: list[str] = []
-    for name, size in mesh.shape.items():
-        if prod(mesh.shape[axis] for axis in axes) < parts and size > 1:
-            axes.append(str(name))
-    return PartitionSpec(*([None] * dim), tuple(axes)) if parts > 1 else PartitionSpec()
 
 
 def _of_strong_type(array: Any) -> Any:

@@ -17,8 +17,7 @@ from cost.evaluation import evaluate
 from cost.memory import least_memory
 from diffshard.base import InfeasibleError
 from diffshard.pipelines.options import STAGE_AXES
-from diffshard.pipelines.stage_function import StageFunction
-from diffshard.pipelines.stage_lifetimes import weigh
+from diffshard.pipelines.stage_function import StageFunction, weigh
 from diffshard.pipelines.stage_programme import Stage
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.planning import fastest_choice
@@ -173,7 +172,7 @@ def _taken_over(known: StageLayout, function: StageFunction, space: ShardingSpac
         if min(known.in_flight, function.in_flight) < 2:
             return None
         size = len(function.queued)
-        end = len(function.arguments.kept) + len(function.sums) + (known.in_flight - 1) * size
+        end = len(function.kept) + len(function.sums) + (known.in_flight - 1) * size
         last = choice[end - size : end]
         choice = choice[: end + min(more, 0) * size] + last * max(more, 0) + choice[end:]
     costs = space.problem.node_cost
@@ -226,16 +225,15 @@ def _given_to(function: StageFunction, mesh: AbstractMesh) -> Any:
                 )
         return PartitionSpec(*(PartitionSpec.UNCONSTRAINED if names is None else names or None for names in known))
 
-    arguments = function.arguments
-    return [given(key) for key in arguments.kept], None, None, [given(key) for key in arguments.read], None
+    return [given(key) for key in function.kept], None, None, [given(key) for key in function.read], None
 
 
 def _specs(
     function: StageFunction, space: ShardingSpace, layout: Layout, axis_names: tuple[str, ...]
 ) -> dict[Key, NamedSpec]:
     """Returns the specs of arguments and of all arrays that have a name."""
-    arguments, held = function.arguments, [key for _ in range(function.in_flight - 1) for key in function.queued]
-    keys = (*arguments.kept, *(a.total for a in function.sums), *held, *arguments.read, *arguments.received)
+    held = [key for _ in range(function.in_flight - 1) for key in function.queued]
+    keys = (*function.kept, *(a.total for a in function.sums), *held, *function.read, *function.received)
     specs = {key: named_spec(spec, axis_names) for key, spec in zip(keys, layout.input_specs, strict=True)}
     for key, vertex in zip(keys, space.graph.inputs, strict=True):
         specs[copy_of(key)] = named_spec(layout.value_specs[vertex.results[0].id], axis_names)

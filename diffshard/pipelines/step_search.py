@@ -17,8 +17,7 @@ from diffshard.pipelines.division_search import DivisionSearch
 from diffshard.pipelines.even_division import EvenDivisionSearch
 from diffshard.pipelines.layer_graphs import LayerChain, layer_chain
 from diffshard.pipelines.options import PipelineOptions, SearchProgress, memory_limit_of, mesh_shape
-from diffshard.pipelines.stage_function import StageFunction
-from diffshard.pipelines.stage_lifetimes import weigh
+from diffshard.pipelines.stage_function import StageFunction, weigh
 from diffshard.pipelines.stage_search import Entry, FoundDivision, StageLayout, stage_request
 from diffshard.pipelines.stage_variants import StageVariants
 from diffshard.sharding_search.options import Options

@@ -160,7 +160,6 @@ def measure(name: str, model: Model, num_stages: int, schedule: Schedule, device
         found.plans.sharding,
         found.plans.function,
         [i for i, result in enumerate(found.step.replaced) if result is not None and donated[i]],
-        found.plans.transfer,
     )
     compiled = stage_memory(calls, graph_of(found.plan.schedule, num_stages, NUM_MICROBATCHES))
     return [

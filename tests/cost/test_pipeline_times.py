@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cost.pipeline_schedules import BACKWARD, FORWARD, SEND_BACKWARD, SEND_FORWARD, graph_of, schedule_graph
+from cost.pipeline_schedules import BACKWARD, FORWARD, SEND_BACKWARD, SEND_FORWARD, Operation, graph_of, schedule_graph
 from cost.pipeline_times import StageTimes, lower_bound_s, simulate
-from cost.schedule_orders import Operation
 
 EQUAL = StageTimes([1] * 4, [2] * 4, [1] * 3, [1] * 3)
 SCHEDULES = ("gpipe", "1f1b", "eager")

@@ -231,7 +231,7 @@ def check_previous_versions_are_state(found):
             key for path, key, home in places if ".previous" in path and home == stage and staged.avals[key].ndim
         ]
         assert previous or stage
-        assert set(previous) <= set(function.arguments.kept)
+        assert set(previous) <= set(function.kept)
         assert {function.result_of[key] for key in previous} <= set(staged.inputs)
 
 

@@ -10,10 +10,9 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from cost.presets import preset
-from diffshard.pipelines import stage_lifetimes
+from diffshard.pipelines import stage_function
 from diffshard.pipelines.microbatches import BatchArguments, divided_call, traced_call
-from diffshard.pipelines.stage_function import StageFunction
-from diffshard.pipelines.stage_lifetimes import weigh
+from diffshard.pipelines.stage_function import StageFunction, weigh
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import space_of, trace_function
 from search_spaces.pipelines.stage_labels import NUMBER, Label
@@ -33,7 +32,7 @@ def staged():
 def test_residuals_are_in_memory_until_the_backward_program_ends(staged, in_flight):
     function = StageFunction(staged, 1, in_flight, [None] * len(staged.outputs + staged.inputs))
     forward, backward = (staged.programs[Label(kind, 1)] for kind in ("forward", "backward"))
-    received = [key for key in function.arguments.received if key in forward.reads and key in backward.reads]
+    received = [key for key in function.received if key in forward.reads and key in backward.reads]
     made = [key for key in forward.makes if key in backward.reads]
     assert set(function.residuals) == {*received, *made}
     assert made
@@ -63,11 +62,11 @@ def test_the_function_makes_a_step_of_one_micro_batch_and_what_the_other_made():
         program = staged.programs[Label(kind, 0)]
         made = jax.jit(jax.extend.core.jaxpr_as_fun(program.program))(*(other[key] for key in program.reads))
         other.update(zip(program.makes, made, strict=True))
-    kept, read = ([array_of[k] for k in keys] for keys in (function.arguments.kept, function.arguments.read))
-    assert not function.arguments.received
+    kept, read = ([array_of[k] for k in keys] for keys in (function.kept, function.read))
+    assert not function.received
     replaced, totals, _, _ = jax.jit(function)(kept, [other[a.part] for a in function.sums], [], read, [])
     expected = jax.tree.leaves(jax.jit(train_step)(*arguments()))
-    positions = [staged.inputs.index(key) for key in function.arguments.kept]
+    positions = [staged.inputs.index(key) for key in function.kept]
     assert positions == list(range(num_kept))
     check_close(replaced, expected[:num_kept])
     assert [a.state for a in function.sums].count("max") == 1  # the largest logit
@@ -170,6 +169,6 @@ def test_small_gradients_wait_for_the_collective_that_reduces_them_all(staged, m
     made_at = {graph.values[value].made_at for value in graph.reduced_until}
     assert 2 < len(made_at) <= len(function.sums)
     assert set(graph.reduced_until.values()) == {max(made_at)}
-    monkeypatch.setattr(stage_lifetimes, "_COMBINED_BYTES", 0)
+    monkeypatch.setattr(stage_function, "_COMBINED_BYTES", 0)
     _, _, graph = peak_bytes(staged, 1, mesh)
     assert all(graph.values[value].made_at == until for value, until in graph.reduced_until.items())

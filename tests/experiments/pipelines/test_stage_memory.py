@@ -10,7 +10,7 @@ from cost.pipeline_schedules import graph_of, in_flight
 from diffshard.checks.targets import gpu_mesh
 from diffshard.pipelines.copies import bytes_each
 from diffshard.pipelines.stage_calls import StageCalls
-from diffshard.pipelines.stage_lifetimes import split_bytes
+from diffshard.pipelines.stage_plans import split_bytes
 from experiments.pipelines.stage_memory import stage_memory
 from search_spaces.pipelines.stage_labels import Label
 from tests.diffshard.pipelines.small_pipeline import arguments, by_example, small_execution, train_step

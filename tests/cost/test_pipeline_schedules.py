@@ -10,10 +10,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from cost.pipeline_schedules import _ORDERS, graph_of, in_flight, splits_backward
+from cost.pipeline_schedules import _ORDERS, BACKWARD, FORWARD, WEIGHTS, graph_of, in_flight, splits_backward
 from cost.pipeline_steps import pipeline_step
 from cost.pipeline_times import StageTimes, simulate
-from cost.schedule_orders import BACKWARD, FORWARD, WEIGHTS
 
 SETTINGS = [
     (schedule, num_devices, count, each)
