@@ -5,11 +5,11 @@ device holds. It returns the operations of that device in the order in which the
 stage is on which device, follows from these lists.
 
 A device runs the operations of its stages one after the other in that order. From each device to each other one tensor
-after the other is sent. An operation starts when its resource is free and its inputs are there. So a schedule is a graph
-in which every operation has at most two predecessors.
+after the other is sent. An operation starts when its resource is free and its inputs are there. So a schedule is a
+graph in which every operation has at most two predecessors.
 
-Letters for sizes: S stages, D devices (or groups of devices that work as one), v = S / D stages on each, M micro-batches,
-N operations of a schedule (with transfers).
+Letters for sizes: S stages, D devices (or groups of devices that work as one), v = S / D stages on each, M
+micro-batches, N operations of a schedule (with transfers).
 """
 
 from collections import Counter

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core, source_info_util
 
+from cost.compute import inner_jaxprs
+
 CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -118,6 +120,14 @@ def while_operands(equation: core.JaxprEqn, operands: Sequence[Any]) -> WhileOpe
 def abstract_argument(aval: Any) -> jax.ShapeDtypeStruct:
     """Returns an array of an abstract value's shape and type, to trace a function with; without its sharding."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def with_inner(equations: Iterable[core.JaxprEqn]) -> Iterator[core.JaxprEqn]:
+    """Yields equations, and after each one those inside of it, at any depth."""
+    for equation in equations:
+        yield equation
+        for inner in inner_jaxprs(equation):
+            yield from with_inner(getattr(inner, "jaxpr", inner).eqns)
 
 
 def traced_again(program: core.ClosedJaxpr, run: Callable[..., Any]) -> core.ClosedJaxpr:

@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any
 
 import jax
-from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from diffshard.pipelines.microbatches import (
@@ -24,7 +23,6 @@ from diffshard.pipelines.plans.base import BatchMeans
 from diffshard.sharding_search.call import abstract_array
 from diffshard.staged_array import StagedArray
 from search_spaces.pipelines.batch_states import Split
-from search_spaces.pipelines.forward_backward import is_transposed
 from search_spaces.pipelines.layer_flow import layer_flow
 from search_spaces.pipelines.microbatches import MicrobatchedFunction
 from search_spaces.pipelines.residuals import Cut, CutCandidate, cut_candidates
@@ -38,8 +36,8 @@ from search_spaces.pipelines.scan_segments import (
     segmented_program,
     without_numbers,
 )
-from search_spaces.pipelines.step_parts import Part, StepParts, step_parts
-from search_spaces.replay import user_source
+from search_spaces.pipelines.step_parts import Part, StepParts, is_transposed, step_parts
+from search_spaces.replay import user_source, with_inner
 from search_spaces.sharding.opaque.cudnn import planned_without_cudnn
 
 _COUNT_NAME = "Pipeline.microbatches"
@@ -183,7 +181,8 @@ def uncut_step(
     arrays = [abstract_array(array) for array in call.arrays]  # Python's numbers have no shapes
     call = call._replace(program=without_dead_code(numbered_program(call.program)), arrays=arrays)
     for equation in call.program.jaxpr.eqns:
-        if equation.primitive.name in ("scan", "while") and not is_transposed(equation) and _differentiates(equation):
+        is_loop = equation.primitive.name in ("scan", "while") and not is_transposed(equation)
+        if is_loop and any(map(is_transposed, with_inner([equation]))):
             raise ValueError(
                 f"{call.name} has a {equation.primitive.name} ({user_source(equation)}) whose trips hold a forward and "
                 "a backward pass, which no stages can be cut from. If it accumulates gradients over parts of the "
@@ -269,12 +268,3 @@ def _place(step: UncutStep, parts: StepParts, cut: Cut, bounds: Mapping[int, Seq
 
 def _programs(parts: StepParts) -> dict[str, Part]:
     return {"before": parts.before, "each": parts.each, "after": parts.after}
-
-
-def _differentiates(equation: core.JaxprEqn) -> bool:
-    """Returns whether an equation has the backward pass of something inside."""
-    return any(
-        is_transposed(inner) or _differentiates(inner)
-        for jaxpr in core.jaxprs_in_params(equation.params)
-        for inner in jaxpr.eqns
-    )

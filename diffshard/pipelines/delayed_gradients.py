@@ -27,7 +27,7 @@ from diffshard.pipelines.microbatches import without_dead_code
 from diffshard.sharding_search.call import Structure, abstract_array, abstract_split, array_paths, split
 from diffshard.staged_array import StagedArray
 from search_spaces.pipelines.step_parts import is_float
-from search_spaces.replay import bind, context_of, without_calls
+from search_spaces.replay import bind, context_of, with_inner, without_calls
 from search_spaces.sharding.tracing import INLINED_BODIES, feedback_of
 
 
@@ -267,10 +267,8 @@ def _read(variables: Sequence[Any], env: Mapping[core.Var, Any]) -> list[Any]:
 
 def _is_differentiated(equation: core.JaxprEqn) -> bool:
     """Returns whether differentiation made an equation or what is inside of it: JAX says so in its name stack."""
-    scopes = str(equation.source_info.name_stack)
-    if "jvp(" in scopes or "transpose(" in scopes:
-        return True
-    return any(_is_differentiated(e) for jaxpr in core.jaxprs_in_params(equation.params) for e in jaxpr.eqns)
+    scopes = (str(inner.source_info.name_stack) for inner in with_inner([equation]))
+    return any("jvp(" in scope or "transpose(" in scope for scope in scopes)
 
 
 def _is_delayed(leaf: Any) -> bool:

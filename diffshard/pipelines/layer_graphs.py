@@ -20,9 +20,9 @@ import numpy as np
 from cost.real_numbers import Count, checked_number, whole_number
 from diffshard.pipelines.cutting import CutStep, UncutStep, cut_step
 from diffshard.pipelines.stage_programme import Submesh, best_division, bottleneck_objective
-from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.residuals import Cut, CutCandidate
 from search_spaces.pipelines.stage_labels import LabelledStep, StageEquation
+from search_spaces.pipelines.step_parts import num_bytes
 from search_spaces.replay import user_source
 
 MAX_IDEALS = 4000

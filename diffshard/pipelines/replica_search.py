@@ -28,9 +28,9 @@ from diffshard.pipelines.stage_search import BACKWARD_SHARE, FoundDivision, Stag
 from diffshard.pipelines.stage_variants import StageVariants
 from diffshard.pipelines.step_search import StepSearch
 from search_spaces.partition_specs import num_parts
-from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.replicas import replica_part
 from search_spaces.pipelines.stage_programs import StagedStep
+from search_spaces.pipelines.step_parts import num_bytes
 
 
 def weights_out_s(

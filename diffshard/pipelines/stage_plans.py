@@ -32,9 +32,9 @@ from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.planning import find_plan
 from search_spaces.partition_specs import NamedSpec, num_parts
 from search_spaces.pipelines.divided_program import is_between
-from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.stage_labels import MICROBATCH_KINDS, Key, Label, ProgramKind
 from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
+from search_spaces.pipelines.step_parts import num_bytes
 
 
 def place_stages(cluster: Cluster, submeshes: Sequence[Submesh]) -> list[list[int]]:

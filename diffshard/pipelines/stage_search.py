@@ -25,9 +25,9 @@ from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.step_objective import step_s
 from diffshard.sharding_search.tracing import space_of, trace_function
 from search_spaces.partition_specs import NamedSpec, checked_axes_of, named_spec, num_parts
-from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.stage_labels import Key
 from search_spaces.pipelines.stage_programs import copy_of
+from search_spaces.pipelines.step_parts import num_bytes
 from search_spaces.sharding.base import Layout
 from search_spaces.sharding.space import ShardingSpace
 

@@ -26,11 +26,11 @@ from diffshard.pipelines.options import PipelineOptions, memory_limit_of, mesh_s
 from diffshard.pipelines.stage_function import StageFunction
 from diffshard.pipelines.stage_search import FREE_SHARE, STAGE_GAP, StageLayout, StageMemoryError, search_stage
 from search_spaces.partition_specs import num_parts
-from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.recomputed_programs import recomputed_stage, working_bytes
 from search_spaces.pipelines.residuals import OUTSIDE, StageResiduals, can_be_offloaded, residuals_of, with_offloaded
 from search_spaces.pipelines.stage_labels import Label
 from search_spaces.pipelines.stage_programs import StagedStep
+from search_spaces.pipelines.step_parts import num_bytes
 from search_spaces.rematerialisation.choices import RematChoice
 
 

@@ -41,9 +41,9 @@ from experiments.pipelines.found_pipelines import hosts_of
 from experiments.pipelines.gpt_step import GptSize, add_size_options, shapes, size_from, step_of
 from experiments.tables import print_table
 from search_spaces.pipelines.divided_program import is_between, with_split_backward
-from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.stage_labels import Label
 from search_spaces.pipelines.stage_programs import staged_step
+from search_spaces.pipelines.step_parts import num_bytes
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "eager", "interleaved", "zb-h1", "zb-v")
 

@@ -35,7 +35,7 @@ from search_spaces.pipelines.batch_states import (
     strategy_of,
     whole_strategy,
 )
-from search_spaces.pipelines.forward_backward import is_transposed
+from search_spaces.pipelines.step_parts import is_transposed
 from search_spaces.replay import REMAT, user_source
 from search_spaces.sharding.base import Rule, ShardingStrategy
 from search_spaces.sharding.given import rank_of

@@ -13,10 +13,10 @@ import jax
 from jax.extend import core
 
 from cost.compute import CONTRACTIONS
-from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.recomputed_programs import traced_program
 from search_spaces.pipelines.stage_labels import PROGRAM_KINDS, Key, Label
 from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
+from search_spaces.pipelines.step_parts import num_bytes
 from search_spaces.replay import CALLS, REMAT, bind, context_of, scan_again, scan_operands, without_calls
 
 _MOVEMENT = ("transpose", "reshape", "broadcast_in_dim", "squeeze", "iota", "convert_element_type")

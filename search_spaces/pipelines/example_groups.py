@@ -28,7 +28,7 @@ from search_spaces.pipelines.batch_states import Split, State
 from search_spaces.pipelines.stage_labels import NUMBER, Accumulation, Key, Label
 from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
 from search_spaces.pipelines.step_parts import abstract
-from search_spaces.replay import CALLS, bind, evaluated, traced_again, user_source
+from search_spaces.replay import CALLS, bind, evaluated, traced_again, user_source, with_inner
 
 _REDUCE = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}
 
@@ -180,7 +180,7 @@ _OF_EQUAL_SHAPES = ("threefry2x32",)
 
 def _with_equal_shapes(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
     """Returns a program whose operations of `_OF_EQUAL_SHAPES` `jax.vmap` can map."""
-    if not _needs_equal_shapes(program.jaxpr):
+    if not any(equation.primitive.name in _OF_EQUAL_SHAPES for equation in with_inner(program.jaxpr.eqns)):
         return program
 
     def run(equation: core.JaxprEqn, operands: list[Any]) -> Sequence[Any]:
@@ -196,18 +196,8 @@ def _changed(parameter: Any) -> Any:
     if isinstance(parameter, core.ClosedJaxpr):
         return _with_equal_shapes(parameter)
     if isinstance(parameter, core.Jaxpr):
-        return (
-            _with_equal_shapes(core.ClosedJaxpr(parameter, ())).jaxpr if _needs_equal_shapes(parameter) else parameter
-        )
+        return _with_equal_shapes(core.ClosedJaxpr(parameter, ())).jaxpr
     return type(parameter)(map(_changed, parameter)) if type(parameter) in (tuple, list) else parameter
-
-
-def _needs_equal_shapes(jaxpr: core.Jaxpr) -> bool:
-    return any(
-        equation.primitive.name in _OF_EQUAL_SHAPES
-        or any(map(_needs_equal_shapes, core.jaxprs_in_params(equation.params)))
-        for equation in jaxpr.eqns
-    )
 
 
 def _side_by_side(equation: core.JaxprEqn, operands: list[Any]) -> Any:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from search_spaces.pipelines.forward_backward import is_transposed
+from search_spaces.pipelines.step_parts import is_transposed
 from search_spaces.replay import REMAT, abstract_argument, bind, scan_operands
 from search_spaces.sharding.base import Rule
 

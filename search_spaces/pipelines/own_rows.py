@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from search_spaces.replay import REMAT, bind, evaluated, traced_again, without_calls
+from search_spaces.replay import REMAT, bind, evaluated, traced_again, with_inner, without_calls
 
 _MOST_ELEMENTS = 2**22
 """How many indices are computed at most to see whether they are the numbers of rows; they take 16 MiB."""
@@ -42,22 +42,17 @@ def with_own_rows(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
     Calls are part of the program that makes them there: a scatter has its indices from the call of the gather.
     """
-    if not _names_several(program.jaxpr):
+    if not any(map(_names_several, with_inner(program.jaxpr.eqns))):
         return program
     flat = without_calls(program)
     level = _Level(flat.jaxpr, flat.consts)
     return traced_again(flat, level.run) if level.changes else program
 
 
-def _names_several(jaxpr: Any) -> bool:
-    """Returns whether some gather or scatter of a jaxpr, or inside of it, has indices of several dimensions."""
-    for equation in jaxpr.eqns:
-        names = _names_of(equation)
-        if names is not None and len(getattr(equation.params["dimension_numbers"], names.index_map)) > 1:
-            return True
-        if any(_names_several(inner) for inner in core.jaxprs_in_params(equation.params)):
-            return True
-    return False
+def _names_several(equation: core.JaxprEqn) -> bool:
+    """Returns whether an equation is a gather or scatter that has indices of several dimensions."""
+    names = _names_of(equation)
+    return names is not None and len(getattr(equation.params["dimension_numbers"], names.index_map)) > 1
 
 
 def _names_of(equation: core.JaxprEqn) -> _Names | None:

@@ -13,10 +13,10 @@ import jax
 from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.residuals import OUTSIDE, OpenedScan, StageResiduals, Value
 from search_spaces.pipelines.stage_labels import NUMBER, Key
 from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
+from search_spaces.pipelines.step_parts import num_bytes
 from search_spaces.rematerialisation.choices import RematChoice
 from search_spaces.replay import bind, context_of, scan_again, scan_operands
 

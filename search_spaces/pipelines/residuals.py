@@ -22,11 +22,10 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from cost.compute import equation_flops
-from search_spaces.pipelines.forward_backward import num_bytes, places
 from search_spaces.pipelines.layer_flow import stacked_of
 from search_spaces.pipelines.stage_labels import Key, Label
 from search_spaces.pipelines.stage_programs import StagedStep
-from search_spaces.pipelines.step_parts import StepParts, parameters_of
+from search_spaces.pipelines.step_parts import StepParts, num_bytes, parameters_of, places
 from search_spaces.rematerialisation.choices import Choices
 from search_spaces.replay import scan_operands
 

@@ -20,11 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from cost.compute import CONTRACTIONS
 from search_spaces.pipelines.batch_states import State
-from search_spaces.pipelines.forward_backward import num_bytes, places
 from search_spaces.pipelines.microbatches import neutral
-from search_spaces.pipelines.step_parts import Part, StepParts, parameters_of
+from search_spaces.pipelines.step_parts import StepParts, contracts, num_bytes, parameters_of, places
 
 Key = Any
 """The name of an array; see the module."""
@@ -107,15 +105,15 @@ class LabelledStep:
         self.homes: dict[Key, int] = {}
         self._readers: dict[Key, list[StageEquation]] = {}
         values: dict[int, Key] = {i: ("value", i) for i in parts.inputs}
-        begun = self._enter(parts.before, "before", [values[i] for i in parts.before.reads])
+        begun = self._enter(parts.before.program, "before", [values[i] for i in parts.before.reads])
         num_values = len(begun) - len(parts.batch)
         values.update(zip(parts.before.makes[:num_values], begun[:num_values], strict=True))
         divided = dict(zip(parts.batch, begun[num_values:], strict=True))
         first = len(self.equations)
-        kept = self._enter(parts.each, "each", [NUMBER, *(divided.get(i, values[i]) for i in parts.each.reads)])
+        kept = self._enter(parts.each.program, "each", [NUMBER, *(divided.get(i, values[i]) for i in parts.each.reads)])
         self._label_each(self.equations[first:])
         values.update({i: self._total(i, key) for i, key in zip(parts.each.makes, kept, strict=True)})
-        ended = self._enter(parts.after, "after", [values[i] for i in parts.after.reads])
+        ended = self._enter(parts.after.program, "after", [values[i] for i in parts.after.reads])
         values.update(zip(parts.after.makes, ended, strict=True))
         self._enter_constants(values)
         self.outputs = [values[o] if isinstance(o, int) else o for o in parts.outputs]
@@ -128,10 +126,7 @@ class LabelledStep:
 
     # Entering parts.
 
-    def _enter(self, part: Part, name: PartName, keys: Sequence[Key]) -> list[Key]:
-        return self._enter_program(part.program, name, keys)
-
-    def _enter_program(self, program: core.ClosedJaxpr, name: PartName, keys: Sequence[Key]) -> list[Key]:
+    def _enter(self, program: core.ClosedJaxpr, name: PartName, keys: Sequence[Key]) -> list[Key]:
         """Adds the equations of a program that reads some keys; returns the keys of its results."""
         jaxpr = program.jaxpr
         for variable, key in zip(jaxpr.invars, keys, strict=True):
@@ -193,7 +188,7 @@ class LabelledStep:
 
         if len(totals) == 1 and shapes[0].dtype == dtype:
             return totals[0]
-        return self._enter_program(jax.make_jaxpr(add)(*shapes), "after", totals)[0]
+        return self._enter(jax.make_jaxpr(add)(*shapes), "after", totals)[0]
 
     def _accumulated(self, part: Key, state: State) -> Key:
         total = ("sum", part)
@@ -275,7 +270,7 @@ class LabelledStep:
                 early.update(equation.reads)
         deferred: set[Key] = set()
         for equation in before:
-            is_pass = _contracts(equation.equation) or any(key in deferred for key in equation.reads)
+            is_pass = contracts(equation.equation) or any(key in deferred for key in equation.reads)
             if is_pass and not any(key in early for key in equation.makes):
                 equation.part = "after"
                 deferred.update(equation.makes)
@@ -325,9 +320,9 @@ class LabelledStep:
         for equation in (e for e in self.equations if e.part != "each"):
             largest = max((num_bytes(self.avals[k]) for k in equation.reads), default=0)
             of_largest = {k for k in equation.reads if num_bytes(self.avals[k]) == largest}
-            if of_largest & self._weights and not of_largest & self._passes and not _contracts(equation.equation):
+            if of_largest & self._weights and not of_largest & self._passes and not contracts(equation.equation):
                 self._weights.update(k for k in equation.makes if num_bytes(self.avals[k]) <= largest)
-            elif _contracts(equation.equation) or any(k in self._passes for k in equation.reads):
+            elif contracts(equation.equation) or any(k in self._passes for k in equation.reads):
                 self._passes.update(equation.makes)
 
     def _give(
@@ -348,12 +343,12 @@ class LabelledStep:
         Broadcasts are made where they are read, so that they need not be sent. A pass goes to its weights, and
         otherwise on from the latest stage that it reads.
         """
-        reads, contracts = [k for k in equation.reads if k not in at_hand], _contracts(equation.equation)
+        reads, is_product = [k for k in equation.reads if k not in at_hand], contracts(equation.equation)
         readers = [stages[k] for reader in self._readers_of(equation) for k in reader.makes if k in stages]
         if equation.equation.primitive.name == "broadcast_in_dim" and self._readers_of(equation):
             return min(readers, default=None)
         of_passes = [stages.get(k) for k in reads if k in self._passes]
-        if contracts and any(k in self._weights for k in reads):
+        if is_product and any(k in self._weights for k in reads):
             reads = [k for k in reads if k in self._weights]
         elif of_passes and self._passes.issuperset(equation.makes):
             return None if None in of_passes else max(stage for stage in of_passes if stage is not None)
@@ -375,14 +370,7 @@ class LabelledStep:
         return key in at_hand or (key not in self.sums and (maker is None or maker.part == "before"))
 
     def _is_small(self, equation: StageEquation) -> bool:
-        if _contracts(equation.equation):
+        if contracts(equation.equation):
             return False
         arrays = (*equation.reads, *equation.makes)
         return sum(num_bytes(self.avals[k]) for k in arrays) <= _SMALL_BYTES
-
-
-def _contracts(equation: core.JaxprEqn) -> bool:
-    """Returns whether an equation contracts arrays, itself or inside, as a scan over layers does."""
-    if equation.primitive.name in CONTRACTIONS:
-        return True
-    return any(_contracts(e) for jaxpr in core.jaxprs_in_params(equation.params) for e in jaxpr.eqns)

@@ -11,9 +11,8 @@ from jax.core import Tracer
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from cost.compute import inner_jaxprs
 from search_spaces.partition_specs import IndexedSpec, broadcast_specs, checked_axes_of, split_shape
-from search_spaces.replay import REMAT, abstract_argument, bind, source_of
+from search_spaces.replay import REMAT, abstract_argument, bind, source_of, with_inner
 from search_spaces.sharding.base import GivenSpec, ShardingStrategy
 from search_spaces.sharding.graph import Graph, Operand, Value, Vertex
 from search_spaces.sharding.tracing import INLINED_BODIES
@@ -245,7 +244,7 @@ def without_context_mesh(jaxpr: core.ClosedJaxpr, mesh: Mesh | AbstractMesh) -> 
 
 def has_reshards(jaxpr: Any) -> bool:
     """Returns whether a jaxpr, or one inside it, has a `jax.sharding.reshard` of an array that could be split."""
-    reshards = (equation for equation in _equations(jaxpr) if equation.primitive.name == "reshard")
+    reshards = (equation for equation in with_inner(jaxpr.eqns) if equation.primitive.name == "reshard")
     return any(_rank(equation.outvars[0]) for equation in reshards)
 
 
@@ -255,14 +254,7 @@ def _rank(variable: Any) -> int:
 
 def has_constraints(jaxpr: Any) -> bool:
     """Returns whether a jaxpr, or one inside it, says how an array is split, such as on a context mesh."""
-    return any(e.primitive.name in ("sharding_constraint", "shard_map") for e in _equations(jaxpr))
-
-
-def _equations(jaxpr: Any) -> Iterator[core.JaxprEqn]:
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in inner_jaxprs(equation):
-            yield from _equations(getattr(inner, "jaxpr", inner))
+    return any(e.primitive.name in ("sharding_constraint", "shard_map") for e in with_inner(jaxpr.eqns))
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from cost.pipeline_schedules import checked_stages_per_device, graph_of, splits_
 from diffshard.pipelines.execution import StagedExecution
 from diffshard.pipelines.microbatches import BatchArguments, divided_call, traced_call
 from search_spaces.pipelines.divided_program import with_split_backward
-from search_spaces.pipelines.forward_backward import num_bytes, places
 from search_spaces.pipelines.stage_programs import staged_step
-from search_spaces.pipelines.step_parts import parameters_of, step_parts
+from search_spaces.pipelines.step_parts import num_bytes, parameters_of, places, step_parts
 
 KEY = jax.random.key(0)
 LAYERS, WIDTH, WORDS = 4, 16, 12

@@ -12,11 +12,11 @@ from diffshard.pipelines.cutting import cut_step, uncut_step
 from diffshard.pipelines.execution import StagedExecution
 from diffshard.pipelines.microbatches import BatchArguments
 from diffshard.pipelines.stage_search import STAGE_GAP
-from search_spaces.pipelines.forward_backward import num_bytes
 from search_spaces.pipelines.recomputed_programs import recomputed_stage, working_bytes
 from search_spaces.pipelines.residuals import StageResiduals
 from search_spaces.pipelines.stage_labels import Label
 from search_spaces.pipelines.stage_programs import staged_step
+from search_spaces.pipelines.step_parts import num_bytes
 from tests.diffshard.pipelines import scanned_models, small_pipeline
 from tests.diffshard.pipelines.small_mlp import mlp_arguments, mlp_step
 from tests.diffshard.pipelines.small_pipeline import check_close, meshes
