@@ -69,10 +69,13 @@ def check_alone(name: str, others: Mapping[str, Any]) -> None:
 
 def check_space(space: Any, options: Mapping[str, Any]) -> None:
     """Raises `TypeError` where there is no space, or options of `search` are given to a search of one."""
+    if space is None:
+        raise TypeError(
+            "`bilevel` needs `formats=diffshard.formats.Formats(...)` for a training step as `search` takes it, or "
+            "`space` for a loss that is written for each device; got neither."
+        )
     if options:
         raise TypeError(f"`{next(iter(options))}` is no option for a `space`; those of `search` go with `formats`.")
-    if space is None:
-        raise TypeError("`bilevel` needs `space`, or `formats` for a training step as `search` takes it; got neither.")
 
 
 # Keys, meshes and optimisers.

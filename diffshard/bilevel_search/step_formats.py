@@ -32,8 +32,7 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh
 
-from cost.real_numbers import whole_number
-from diffshard.bilevel_search.inputs import check_key
+from diffshard.bilevel_search.inputs import check_key, checked_steps
 from diffshard.bilevel_search.relaxed_formats import (
     RelaxedFormats,
     StepMetrics,
@@ -48,7 +47,7 @@ from diffshard.sharding_search.format_losses import MeasuredLosses
 from diffshard.sharding_search.format_rounds import stand_ins
 from diffshard.sharding_search.format_search import first_start
 from diffshard.sharding_search.looks import FlatCall
-from diffshard.sharding_search.number_formats import Formats, ProductGroup, check_formats, offered_groups, rows_of
+from diffshard.sharding_search.number_formats import Formats, ProductGroup, offered_groups, rows_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
@@ -110,10 +109,8 @@ class TrainingSearch:
         options: Mapping[str, Any],
     ):
         _check(fn, mesh, formats)
-        every = LOOK_EVERY * formats.steps if choice_every is None else whole_number(choice_every)
-        if every is None or every < 1:
-            raise ValueError(f"`choice_every` must be 1 or more, not {choice_every!r}.")
-        self._formats, self._every = formats, every
+        self._formats = formats
+        self._every = checked_steps(LOOK_EVERY * formats.steps if choice_every is None else choice_every)
         self._search = functools.partial(search, fn, mesh, **options)
         self._options = self._planned_by({}).options
         self._begun: _Begun | None = None
@@ -122,7 +119,6 @@ class TrainingSearch:
         """Returns the search within another limit on the loss; what is known of its arguments is not found again."""
         other = copy.copy(self)
         other._formats = replace(self._formats, max_loss_increase=max_loss_increase)
-        check_formats(replace(other._formats, increases={}), self._options.hardware)
         return other
 
     def init(self, key: jax.Array, *args: Any, planned_for: Sequence[Any] | None = None) -> StepState:

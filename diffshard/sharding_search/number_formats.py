@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from cost.base import Hardware
-from cost.real_numbers import is_positive, real_number, whole_number
+from cost.real_numbers import AmountOrInf, Count, Index, PositiveAmount, checked_number, whole_number
 from diffshard.plans.formats import format_count
 from search_spaces.sharding.base import Coded, FormatKey
 from search_spaces.sharding.codes import FORMATS as CODES
@@ -80,6 +80,9 @@ class Formats:
       exchanges: the formats of codes, as for `kept`, as which activations and their gradients may be exchanged between
         devices, as tokens are that go to experts: in all-to-alls and permutes, which change by which dimension an array
         is split.
+
+    Raises:
+      TypeError, ValueError: a field breaks its rule; the error names it and its value.
     """
 
     max_loss_increase: float
@@ -97,6 +100,31 @@ class Formats:
     sums: Sequence[str] = ()
     kept: Sequence[str] = ()
     exchanges: Sequence[str] = ()
+
+    def __post_init__(self):
+        for name in ("max_loss_increase", "factor"):
+            checked_number(f"Formats.{name}", getattr(self, name), PositiveAmount)
+        if (whole_number(self.steps) or 0) < 2:
+            raise ValueError(f"`Formats.steps` must be a whole number, 2 or more, not {self.steps!r}.")
+        if self.looks is not None:
+            checked_number("Formats.looks", self.looks, Count)
+        checked_number("Formats.rounds", self.rounds, Index)
+        if self.loss is not None and not isinstance(self.loss, str):
+            raise TypeError(
+                f'`Formats.loss` must be the path of a result, such as "result[1]", or None, not {self.loss!r}.'
+            )
+        if self.increases_by not in ("looks", "gradients"):
+            raise ValueError(f'`Formats.increases_by` must be "looks" or "gradients", not {self.increases_by!r}.')
+        _check_measurements(self)
+        if self.measured_fn is not None and not callable(self.measured_fn):
+            raise TypeError(f"`Formats.measured_fn` must be a function, not {type(self.measured_fn).__name__}.")
+        for name, known in (("products", FORMATS), ("sums", SUMS), ("kept", CODES), ("exchanges", CODES)):
+            _check_names(name, getattr(self, name), known)
+        if not (self.products or self.sums or self.kept or self.exchanges):
+            raise ValueError(
+                "`Formats` has neither `products` nor `sums` nor `kept` nor `exchanges`: give the formats of one of "
+                "them."
+            )
 
     @property
     def look_starts(self) -> list[int]:
@@ -152,37 +180,17 @@ def kind_of(key: FormatKey) -> str:
 
 
 def check_formats(formats: Any, hardware: Hardware) -> None:
-    """Checks formats against the hardware; None is none."""
+    """Checks formats for a search, and against the hardware; None is none."""
     if formats is None:
         return
     if not isinstance(formats, Formats):
         raise TypeError(f"`formats` must be a diffshard.formats.Formats or None, not {type(formats).__name__}.")
-    for name in ("max_loss_increase", "factor"):
-        if not is_positive(getattr(formats, name)) or np.isinf(getattr(formats, name)):
-            raise ValueError(f"`Formats.{name}` must be a positive number, not {getattr(formats, name)!r}.")
-    for name, least in (("steps", 2), ("rounds", 0), ("looks", 1)):
-        value = getattr(formats, name)
-        number = whole_number(value)
-        if (value is not None or name != "looks") and (number is None or number < least):
-            raise ValueError(f"`Formats.{name}` must be {least} or more, not {value!r}.")
-    if formats.increases_by not in ("looks", "gradients"):
-        raise ValueError(f'`Formats.increases_by` must be "looks" or "gradients", not {formats.increases_by!r}.')
-    _check_measurements(formats)
-    if formats.measured_fn is not None and not callable(formats.measured_fn):
-        raise TypeError(f"`Formats.measured_fn` must be a function, not {type(formats.measured_fn).__name__}.")
-    _check_products(formats.products, hardware)
-    _check_names("sums", formats.sums, SUMS)
-    _check_names("kept", formats.kept, CODES)
-    _check_names("exchanges", formats.exchanges, CODES)
-    if not (formats.products or formats.sums or formats.kept or formats.exchanges):
-        raise ValueError(
-            "`Formats` has neither `products` nor `sums` nor `kept` nor `exchanges`: give the formats of one of them."
-        )
+    _check_rates(formats.products, hardware)
+    _check_looks(formats)
 
 
-def _check_products(products: Any, hardware: Hardware) -> None:
-    """Checks the formats of products against what there is and what the hardware multiplies."""
-    _check_names("products", products, FORMATS)
+def _check_rates(products: Sequence[str], hardware: Hardware) -> None:
+    """Checks that the hardware multiplies in formats of products."""
     rates = hardware.flops_per_s if isinstance(hardware.flops_per_s, Mapping) else {}
     if lacking := [name for name in products if FORMATS[name].rate not in rates]:
         able = ", ".join(name for name, to in FORMATS.items() if to.rate in rates) or "none of the formats"
@@ -203,7 +211,7 @@ def _check_names(field: str, names: Any, known: Collection[str]) -> None:
 
 
 def _check_measurements(formats: Formats) -> None:
-    """Checks the calls and the increases of formats."""
+    """Checks the types of calls and increases."""
     for name in ("calls", "validation_runs"):
         value = getattr(formats, name)
         if not isinstance(value, Sequence) or isinstance(value, str):
@@ -213,8 +221,14 @@ def _check_measurements(formats: Formats) -> None:
             f"`Formats.increases` must be a dictionary from names of groups to numbers, not {formats.increases!r}."
         )
     for name, increase in (formats.increases or {}).items():
-        if real_number(increase) is None or not increase >= 0:
-            raise ValueError(f"`Formats.increases[{name!r}]` must be a number, 0 or more, not {increase!r}.")
+        checked_number(f"Formats.increases[{name!r}]", increase, AmountOrInf)
+    for number, run in enumerate(formats.validation_runs):
+        if len(run) < 2:
+            raise ValueError(f"`Formats.validation_runs[{number}]` must have 2 calls or more, not {len(run)}.")
+
+
+def _check_looks(formats: Formats) -> None:
+    """Checks that there are calls for looks, where a search has to take some."""
     takes_looks = formats.increases is None or len(formats.calls) > 0
     looks = format_count(formats.looks or 1, "look")
     if takes_looks and len(formats.calls) < (needed := formats.steps * (formats.looks or 1)):
@@ -223,9 +237,6 @@ def _check_measurements(formats: Formats) -> None:
             f"with `steps` = {formats.steps}: give the arguments of as many steps of the training, or `increases` that "
             "an earlier search measured."
         )
-    for number, run in enumerate(formats.validation_runs):
-        if len(run) < 2:
-            raise ValueError(f"`Formats.validation_runs[{number}]` must have 2 calls or more, not {len(run)}.")
 
 
 def rows_of(groups: Sequence[ProductGroup]) -> np.ndarray:

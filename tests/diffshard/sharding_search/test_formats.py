@@ -116,20 +116,36 @@ def test_a_limit_that_no_group_meets_leaves_the_step_as_it_is():
 
 
 @pytest.mark.parametrize(
-    ("formats", "match"),
+    ("formats", "error", "match"),
     [
-        ({"max_loss_increase": 0.0, "increases": {}}, r"max_loss_increase.*positive.*0\.0"),
-        ({"max_loss_increase": math.nan, "increases": {}}, "max_loss_increase"),
-        ({"max_loss_increase": 0.1, "increases": {}, "factor": -1.0}, "factor"),
-        ({"max_loss_increase": 0.1, "increases": {}, "steps": 1}, "steps"),
-        ({"max_loss_increase": 0.1}, r"calls.*0 calls.*20"),
-        ({"max_loss_increase": 0.1, "increases": {"head": -0.1}}, r"increases\['head'\].*0 or more, not -0\.1"),
+        ({"max_loss_increase": 0.0}, ValueError, r"max_loss_increase` must be a positive finite number, not 0\.0"),
+        ({"max_loss_increase": math.nan}, ValueError, "max_loss_increase` must be .*, not nan"),
+        ({"max_loss_increase": "0.01"}, ValueError, "max_loss_increase` must be .*, not '0.01'"),
+        ({"factor": -1.0}, ValueError, "factor"),
+        ({"steps": 1}, ValueError, "steps` must be a whole number, 2 or more, not 1"),
+        ({"steps": "2"}, ValueError, "steps` must be .*, not '2'"),
+        ({"looks": 0}, ValueError, "looks` must be a whole number, 1 or more, not 0"),
+        ({"rounds": -1}, ValueError, "rounds` must be a whole number, 0 or more, not -1"),
+        ({"loss": 3}, TypeError, r"loss` must be the path of a result, such as \"result\[1\]\", or None, not 3"),
+        ({"increases_by": "runs"}, ValueError, "increases_by"),
+        ({"increases": {"head": -0.1}}, ValueError, r"increases\['head'\]` must be a number, zero or more, not -0\.1"),
+        ({"calls": 3}, TypeError, "calls` must be a list or tuple, not int"),
+        ({"validation_runs": [()]}, ValueError, r"validation_runs\[0\]` must have 2 calls or more, not 0"),
+        ({"measured_fn": 3}, TypeError, "measured_fn` must be a function, not int"),
+        ({"products": "float8"}, TypeError, "products` must be a list or tuple of formats, not 'float8'"),
+        ({"products": ("float9",)}, ValueError, "products` has 'float9', which is no format"),
+        ({"products": ()}, ValueError, "has neither `products` nor `sums`"),
     ],
 )
-def test_formats_that_break_a_rule(formats, match):
+def test_fields_that_break_a_rule_are_refused_before_anything_searches(formats, error, match):
+    with pytest.raises(error, match=f"`Formats.*{match}"):
+        diffshard.formats.Formats(**{"max_loss_increase": 0.1, **formats})
+
+
+def test_a_search_that_has_to_look_needs_the_calls_of_looks():
     mesh = mesh_of(2)
-    with pytest.raises(ValueError, match=match):
-        diffshard.search(train_step, mesh, hardware=fast_links(mesh), formats=diffshard.formats.Formats(**formats))
+    with pytest.raises(ValueError, match=r"calls.*0 calls.*20"):
+        diffshard.search(train_step, mesh, hardware=fast_links(mesh), formats=diffshard.formats.Formats(0.1))
 
 
 def test_hardware_without_float8_is_refused_by_name():
