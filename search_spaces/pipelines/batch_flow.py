@@ -73,6 +73,7 @@ def batch_flow(
     make_where_read(graph, rules, tracer.flow, num_microbatches)
     tracer.check_branches()
     tracer.complete_early()
+    tracer.check_reads()
     return tracer.flow
 
 
@@ -309,6 +310,18 @@ class _Tracer:
             if vertex.index in self.flow.early:
                 made = (o.vertex for o in vertex.operands if isinstance(o, Value) and isinstance(self.state(o), Split))
                 self.flow.early.update(i for i in made if self.graph.vertices[i].kind == "operation")
+
+    def check_reads(self) -> None:
+        """Checks that no operation of a micro-batch reads examples of others: what it reads is split as it is made."""
+        for vertex in self.graph.operations():
+            if vertex.index in self.flow.early and all(self.state(value) == "whole" for value in vertex.results):
+                continue
+            for position, (operand, spec) in enumerate(
+                zip(vertex.operands, self.flow.strategies[vertex.index].operands, strict=True)
+            ):
+                state, run = self.state(operand), self.flow.operand_runs.get((vertex.index, position), 1)
+                if isinstance(state, Split) and (spec, run) != (spec_of(state, rank_of(operand)), state.run):
+                    raise DivisionError(f"{named(vertex)} mixes the examples of a batch.")
 
     def check_branches(self) -> None:
         """Checks that branches return parts where one of them does; raises `DivisionError` if not."""

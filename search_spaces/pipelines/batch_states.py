@@ -261,7 +261,8 @@ def _keeps_sums(source: Any, target: Any) -> bool:
 def make_where_read(graph: Graph, rules: Sequence[Rule | None], flow: BatchFlow, num_microbatches: int) -> None:
     """Makes in parts what is whole, but only read in parts: broadcasts, random bits and what is computed of them.
 
-    So nothing of the size of a batch exists outside of the micro-batches but the batch.
+    So nothing of the size of a batch exists outside of the micro-batches but the batch, and what reads all of it: early
+    sums, and rows that are gathered from the whole batch.
     """
     consumers, outputs = graph.consumers(), {o.id for o in graph.outputs if isinstance(o, Value)}
     for vertex in reversed(graph.vertices):
@@ -270,6 +271,8 @@ def make_where_read(graph: Graph, rules: Sequence[Rule | None], flow: BatchFlow,
             continue
         (value,) = vertex.results
         if flow.states[value.id] != "whole" or value.id in outputs or value.id in flow.later:
+            continue
+        if vertex.index in flow.early:  # it reads examples of all micro-batches
             continue
         wanted = {
             (flow.strategies[reader.index].operands[i], flow.operand_runs.get((reader.index, i), 1))

@@ -199,6 +199,16 @@ def normed_input(weights, x):
     return ((x - x.mean(0)) / x.std(0)) @ weights["up"]
 
 
+def mixed_examples(weights, x):
+    """Each example is mixed with another one before the first product, as mixup does: a gather of the whole batch."""
+
+    def loss(weights):
+        order, shuffled = jax.random.permutation(KEY, len(x)), jax.random.permutation(KEY, x)
+        return jnp.mean(jnp.square((0.5 * x + 0.3 * x[order] + 0.2 * shuffled) @ weights["up"]))
+
+    return jax.value_and_grad(loss)(weights)
+
+
 def carried_key(weights, x):
     """A scan carries what is the same for all examples, and it is read afterwards."""
 
@@ -249,6 +259,7 @@ FUNCTIONS = {
     "gradient penalty": (gradient_penalty, (WEIGHTS, X)),
     "means of loops": (means_of_loops, (WEIGHTS, X)),
     "counted loop": (counted_loop, (WEIGHTS, X)),
+    "mixed examples": (mixed_examples, (WEIGHTS, X)),
     "carried key": (carried_key, (WEIGHTS, X)),
     "balanced experts": (balanced_experts, (jnp.stack([jnp.eye(12)] * 3), X)),
     "flat tokens": (flat_tokens, (WEIGHTS, X)),
