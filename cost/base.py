@@ -82,6 +82,11 @@ def num_strategies(problem: Problem) -> np.ndarray:
     return np.fromiter((len(cost) for cost in problem.node_cost), np.int64, len(problem.node_cost))
 
 
+def edge_ends(problem: Problem) -> np.ndarray:
+    """Returns the two nodes of each edge, `[E, 2]` 64-bit integers."""
+    return np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2)
+
+
 def num_loads(problem: Problem) -> int:
     """Returns R, 0 where nothing is a maximum."""
     return np.shape(problem.load[0])[1] if len(problem.load) else 0

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cost.base import Evaluation, Problem, is_forbidden, load_groups, num_memory_devices, num_strategies
+from cost.base import Evaluation, Problem, edge_ends, is_forbidden, load_groups, num_memory_devices, num_strategies
 from cost.edges import distinct_arrays
 from cost.memory import memory_profile, numbered_times, sum_error
 
@@ -61,7 +61,7 @@ class ChosenCosts(NamedTuple):
 
 def chosen_costs(problem: Problem, choice: Sequence[int] | np.ndarray) -> ChosenCosts:
     """Looks up what each node, each edge and each load is in a choice; integers stay integers."""
-    pairs = np.asarray(problem.edge_nodes).reshape(-1, 2).tolist()
+    pairs = edge_ends(problem).tolist()
     nodes = [cost[s] for cost, s in zip(problem.node_cost, choice, strict=True)]
     edges = [cost[choice[u], choice[v]] for (u, v), cost in zip(pairs, problem.edge_cost, strict=True)]
     if not len(problem.load):
@@ -76,7 +76,7 @@ def chosen_costs(problem: Problem, choice: Sequence[int] | np.ndarray) -> Chosen
 def change_costs(problem: Problem, choice: Sequence[int] | np.ndarray) -> list[np.ndarray]:
     """Computes what choosing each strategy would add to the cost, every other node unchanged: V arrays `[S_v]`."""
     total = [np.array(cost, float) for cost in problem.node_cost]
-    pairs = np.asarray(problem.edge_nodes).reshape(-1, 2).tolist()
+    pairs = edge_ends(problem).tolist()
     for (u, v), matrix in zip(pairs, problem.edge_cost, strict=True):
         total[u] = total[u] + matrix[:, choice[v]]
         total[v] = total[v] + matrix[choice[u], :]
@@ -101,7 +101,7 @@ class Evaluator:
         self._sizes = num_strategies(problem)
         self._start = np.cumsum(self._sizes) - self._sizes
         self._node_cost = _concatenate(problem.node_cost)
-        self._edges = np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2)
+        self._edges = edge_ends(problem)
         matrices, matrix_of = distinct_arrays(problem.edge_cost)
         lengths = np.array([np.size(matrix) for matrix in matrices], np.int64)
         self._edge_start = (np.cumsum(lengths) - lengths)[matrix_of]
@@ -316,7 +316,7 @@ def _pairs(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     sizes = num_strategies(problem)
     starts = (np.cumsum(sizes) - sizes).tolist()
     source, target = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for (u, v), cost in zip(np.asarray(problem.edge_nodes).reshape(-1, 2).tolist(), problem.edge_cost, strict=True):
+    for (u, v), cost in zip(edge_ends(problem).tolist(), problem.edge_cost, strict=True):
         rows, columns = np.indices(np.shape(cost))
         source.append(starts[u] + rows.ravel())
         target.append(starts[v] + columns.ravel())
@@ -337,7 +337,7 @@ def violations(problem: Problem, choice: Sequence[int] | np.ndarray) -> list[str
     choice = np.asarray(choice)
     node_cost, edge_cost, _ = chosen_costs(problem, choice)
     nodes = np.flatnonzero(is_forbidden(node_cost))[:_MOST_OF_A_KIND]
-    edges = np.asarray(problem.edge_nodes).reshape(-1, 2)[is_forbidden(edge_cost)][:_MOST_OF_A_KIND]
+    edges = edge_ends(problem)[is_forbidden(edge_cost)][:_MOST_OF_A_KIND]
     return [
         *(f"Node {v} takes strategy {choice[v]}, which is forbidden." for v in nodes),
         *(

@@ -15,7 +15,7 @@ from cost.edges import map_distinct
 
 _LARGEST_INT64_SUM = 2**62
 """Sums of integers beyond this are made of Python's integers, so that they stay exact; half of what int64 holds."""
-_LARGEST_EXACT_FLOAT = 2.0**53
+LARGEST_EXACT_FLOAT = 2.0**53
 """Whole numbers below this are exact in float64, and so are their sums."""
 
 
@@ -55,7 +55,7 @@ def sum_error(amounts: Sequence[np.ndarray], total: float) -> float:
     Args:
       total: at least the sum of any amounts that are in use together, at all times.
     """
-    if total < _LARGEST_EXACT_FLOAT and all(map_distinct(_are_whole, amounts)):
+    if total < LARGEST_EXACT_FLOAT and all(map_distinct(are_whole, amounts)):
         return 0.0
     return 4.0 * (len(amounts) + 4) * float(np.finfo(float).eps) * total  # added, subtracted, and offset by the least
 
@@ -69,13 +69,19 @@ def usage_error(problem: Problem) -> float:
     return sum_error(tables, max(total, min(largest_limit, 2 * total)))
 
 
-def _are_whole(array: np.ndarray) -> bool:
+def are_whole(array: np.ndarray) -> bool:
+    """Returns whether all numbers are whole."""
     return bool(np.issubdtype(array.dtype, np.integer) or (array == np.trunc(array)).all())
 
 
 def limit_unit(limit: np.ndarray) -> np.ndarray:
     """Returns the unit in which memory counts beside each limit: the limit itself, 1 where it is 0 or infinite."""
     return np.where(np.isfinite(limit) & (limit > 0), limit, 1.0)
+
+
+def usage_tables(problem: Problem) -> list[np.ndarray]:
+    """Returns each usage as floats `[S_v, D]`, D = 1 where it is the same on all devices; equal objects give one."""
+    return map_distinct(lambda usage: np.asarray(usage, float).reshape(len(usage), -1), problem.usage)
 
 
 def least_memory(problem: Problem) -> tuple[np.ndarray, np.ndarray]:

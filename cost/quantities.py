@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cost.base import Problem
+from cost.base import Problem, edge_ends
 from cost.memory import memory_profile, numbered_times
 
 
@@ -61,7 +61,7 @@ class Quantity(NamedTuple):
             rows = np.array([array[s] for array, s in zip(self.node, choice.tolist(), strict=True)])
             np.add.at(total, self._groups(self.node_group, len(rows)), rows)
         if len(self.edge):
-            ends = choice[np.asarray(problem.edge_nodes).reshape(-1, 2)].tolist()
+            ends = choice[edge_ends(problem)].tolist()
             rows = np.array([array[s, t] for array, (s, t) in zip(self.edge, ends, strict=True)])
             np.add.at(total, self._groups(self.edge_group, len(rows)), rows)
         return total[0] if self._is_total else total

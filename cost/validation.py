@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from cost.base import FORBIDDEN, Problem, is_forbidden, num_loads, num_strategies
+from cost.base import FORBIDDEN, Problem, edge_ends, is_forbidden, num_loads, num_strategies
 from cost.edges import distinct_arrays, first_positions
 
 _LARGEST_USAGE = 1e100
@@ -59,7 +59,7 @@ def _check_sums(problem: Problem, sizes: np.ndarray, name: str) -> None:
         raise ValueError(f"`edge_{name}` must be () or one array for each of {len(problem.edge_cost)} edges.")
     if len(of_edges) and not len(of_nodes):
         raise ValueError(f"`edge_{name}` needs `{name}` for the nodes; give zeros where they add nothing.")
-    pairs = np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2)
+    pairs = edge_ends(problem)
     for e, table in enumerate(of_edges):
         _check_numbers(table, (*sizes[pairs[e]].tolist(), *columns), f"`edge_{name}[{e}]`")
         if is_forbidden(table).any():

@@ -121,10 +121,6 @@ class _Run:
     stop_gap: float
     tied_choices: list[tuple[np.ndarray, float]] = field(default_factory=list)
 
-    def is_over(self) -> bool:
-        """Returns whether the time limit is reached."""
-        return self.deadline.is_over()
-
     def is_good(self) -> bool:
         """Returns whether the best choice is optimal, or a tied one near enough to the bound."""
         bound = self.best.lower_bound
@@ -205,7 +201,7 @@ def _solve_tied(run: _Run, node_class: np.ndarray) -> None:
         if _offer_tied(run, choice):
             return
         exceeded_times = run.times.exceeded_by(choice)
-        if run.is_over() or run.times.all or not len(exceeded_times) or not run.times.permits(exceeded_times):
+        if run.deadline.is_over() or run.times.all or not len(exceeded_times) or not run.times.permits(exceeded_times):
             return
         run.times.add(exceeded_times)
 
@@ -224,14 +220,14 @@ def _solve_whole(run: _Run, ties: list[Callable[[], np.ndarray]]) -> str:
 
     Where the bound is too low for what there is, the problems of `ties`, classes `[V]` of nodes, are solved in order.
     """
-    while not (run.is_over() and run.tied_choices):  # however short the time is, there is an answer
+    while not (run.deadline.is_over() and run.tied_choices):  # however short the time is, there is an answer
         exceeded_times = np.zeros(0, np.int64)
         cheapest = np.inf
         bound = run.best.lower_bound
         for choice in _proposals(run):
             if run.is_good():
                 return "finished"
-            if run.is_over():
+            if run.deadline.is_over():
                 return "time limit"
             if choice is not None and not run.times.all:
                 cost, here = run.best.evaluate(choice).cost, run.times.exceeded_by(choice)

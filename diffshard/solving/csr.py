@@ -17,9 +17,9 @@ import jax
 import numpy as np
 import scipy.sparse
 
-from cost.base import Problem, is_forbidden, load_groups, num_memory_devices, num_strategies
+from cost.base import Problem, edge_ends, is_forbidden, load_groups, num_memory_devices, num_strategies
 from cost.edges import distinct_arrays, map_distinct
-from cost.memory import limit_unit, memory_profile, numbered_times
+from cost.memory import limit_unit, memory_profile, numbered_times, usage_tables
 
 
 class CSRProblem(NamedTuple):
@@ -64,7 +64,7 @@ def to_csr(problem: Problem) -> CSRProblem:
     """Returns a problem in compressed sparse rows; forbidden entries stay as they are."""
     sizes = num_strategies(problem)
     start = np.concatenate([[0], np.cumsum(sizes)])
-    pairs = np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2)
+    pairs = edge_ends(problem)
     matrix, entries = _matrices(problem)
     source, target = np.concatenate([pairs, pairs[:, ::-1]]).T
     order = np.argsort(source, kind="stable")
@@ -123,7 +123,7 @@ def _memory(
 ) -> tuple[scipy.sparse.csr_array, np.ndarray, np.ndarray, np.ndarray]:
     """Returns `usage`, `interval`, `base` and `limit` of a `CSRProblem`; without a limit both are empty."""
     limit = np.atleast_1d(np.asarray(problem.memory_limit, float))
-    tables = map_distinct(lambda usage: np.asarray(usage, float).reshape(len(usage), -1), problem.usage)
+    tables = usage_tables(problem)
     devices = num_memory_devices(problem)
     limit = np.broadcast_to(limit, (devices,))
     nodes = np.asarray(problem.usage_node, np.int64)
@@ -201,15 +201,10 @@ def memory_of_strategies(
     """
     times, devices = csr.base.shape
     change = np.zeros(num_groups * (times + 1) * devices)
-    if times:
-        rows = csr.usage[strategies]
-        count = np.diff(rows.indptr)
-        amount = np.repeat(weight, count) * rows.data
-        usage, device = np.divmod(rows.indices, devices)
-        start, end = csr.interval[usage].T
-        first = np.repeat(group, count) * (times + 1)
-        np.add.at(change, (first + start) * devices + device, amount)
-        np.subtract.at(change, (first + end) * devices + device, amount)
+    count, start, end, device, amount = _usages_of(csr, strategies, weight)
+    first = np.repeat(group, count) * (times + 1)
+    np.add.at(change, (first + start) * devices + device, amount)
+    np.subtract.at(change, (first + end) * devices + device, amount)
     return np.cumsum(change.reshape(num_groups, times + 1, devices), axis=1)[:, :-1]
 
 
@@ -224,19 +219,26 @@ def memory_change(csr: CSRProblem, strategies: np.ndarray, weight: np.ndarray) -
       The times from their first start to their last end, t of them, and the change at these, `[t, D]`.
     """
     devices = csr.base.shape[1]
-    first = csr.usage.indptr[strategies]
-    count = csr.usage.indptr[strategies + 1] - first
-    at = ragged_positions(first, count)
-    if not len(at):
+    _, start, end, device, amount = _usages_of(csr, strategies, weight)
+    if not len(amount):
         return slice(0, 0), np.zeros((0, devices))
-    usage, device = np.divmod(csr.usage.indices[at], devices)
-    start, end = csr.interval[usage].T
     times = slice(int(start.min()), int(end.max()))
     change = np.zeros((times.stop - times.start + 1, devices))
-    amount = np.repeat(weight, count) * csr.usage.data[at]
     np.add.at(change, (start - times.start, device), amount)
     np.subtract.at(change, (end - times.start, device), amount)
     return times, np.cumsum(change, axis=0)[:-1]
+
+
+def _usages_of(
+    csr: CSRProblem, strategies: np.ndarray, weight: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Returns `[n]` how many usages each strategy adds to; start, end, device and weighted amount of all of these."""
+    first = csr.usage.indptr[strategies]
+    count = csr.usage.indptr[strategies + 1] - first
+    at = ragged_positions(first, count)
+    usage, device = np.divmod(csr.usage.indices[at], csr.base.shape[1])
+    start, end = csr.interval[usage].T
+    return count, start, end, device, np.repeat(weight, count) * csr.usage.data[at]
 
 
 def memory_price(csr: CSRProblem, price: np.ndarray) -> np.ndarray:

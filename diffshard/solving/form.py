@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cost.base import Problem, num_loads, num_memory_devices, num_strategies
+from cost.base import Problem, edge_ends, num_loads, num_memory_devices, num_strategies
 from cost.edges import distinct_arrays, map_distinct, merge_edges
 from cost.evaluation import checked_choice, evaluate
 from diffshard.base import Solution
@@ -77,7 +77,7 @@ def has_few_pairs(problem: Problem) -> bool:
 def node_form(problem: Problem) -> NodeForm:
     """Returns a problem, which must be valid, in the form that solvers take."""
     edges = _adding_edges(problem)
-    pairs = np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2)[edges]
+    pairs = edge_ends(problem)[edges]
     return NodeForm(_amounts_as_memory(_edges_as_nodes(problem, edges)), pairs, problem)
 
 
@@ -90,7 +90,7 @@ def _adding_edges(problem: Problem) -> np.ndarray:
 
 def _edges_as_nodes(problem: Problem, edges: np.ndarray) -> Problem:
     """Returns a problem in which some edges are nodes, and no edge adds to loads or amounts."""
-    pairs = np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2)
+    pairs = edge_ends(problem)
     others = np.setdiff1d(np.arange(len(pairs)), edges).tolist()
     ends, agreements = [pairs[others]], [problem.edge_cost[e] for e in others]
     for node, e in enumerate(edges.tolist(), start=len(problem.node_cost)):
@@ -243,7 +243,7 @@ def merge_classes(problem: Problem, node_class: np.ndarray) -> Problem:
 
 def _count_edges(problem: Problem, node_class: np.ndarray) -> list[tuple[int, int, np.ndarray, int]]:
     """Returns (u, v, matrix, count) for classes u <= v: how many edges between them have one and the same array."""
-    ends = node_class[np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2)]
+    ends = node_class[edge_ends(problem)]
     matrices, matrix_of = distinct_arrays(problem.edge_cost)
     flip = ends[:, 0] > ends[:, 1]
     rows = np.column_stack([ends.min(axis=1, initial=1 << 62), ends.max(axis=1, initial=-1), matrix_of, flip])
@@ -262,9 +262,8 @@ def _node_numbers(problem: Problem) -> np.ndarray:
         usages[v].append(usage)
     loads = _contents(names, problem.load) or [0] * len(usages)
     costs = _contents(names, problem.node_cost)
-    numbers = [
-        _name(names, (cost, tuple(sorted(usage)), load)) for cost, usage, load in zip(costs, usages, loads, strict=True)
-    ]
+    forms = [(cost, tuple(sorted(usage)), load) for cost, usage, load in zip(costs, usages, loads, strict=True)]
+    numbers = [names.setdefault(form, len(names)) for form in forms]
     return np.unique(np.array(numbers, np.uint64), return_inverse=True)[1].astype(np.uint64)
 
 
@@ -274,13 +273,8 @@ def _directed_edges(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndarra
     matrices, matrix_of = distinct_arrays(problem.edge_cost)
     forward = np.array(_contents(names, matrices), np.uint64)[matrix_of]
     backward = np.array(_contents(names, [np.asarray(matrix).T for matrix in matrices]), np.uint64)[matrix_of]
-    u, v = np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2).T
+    u, v = edge_ends(problem).T
     return np.concatenate([u, v]), np.concatenate([v, u]), _mix(np.concatenate([forward, backward]))
-
-
-def _name(names: dict[Hashable, int], content: Hashable) -> int:
-    """Returns a number for each distinct content."""
-    return names.setdefault(content, len(names))
 
 
 def _content(array: np.ndarray) -> tuple[tuple[int, ...], bytes]:
@@ -292,7 +286,7 @@ def _content(array: np.ndarray) -> tuple[tuple[int, ...], bytes]:
 def _contents(names: dict[Hashable, int], arrays: Sequence[np.ndarray]) -> list[int]:
     """Numbers the arrays by content, one number each; an array that appears several times is read once."""
     distinct, which = distinct_arrays(arrays)
-    numbers = [_name(names, _content(array)) for array in distinct]
+    numbers = [names.setdefault(_content(array), len(names)) for array in distinct]
     return [numbers[i] for i in which.tolist()]
 
 

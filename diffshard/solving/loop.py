@@ -23,7 +23,7 @@ import numpy as np
 from cost.base import FORBIDDEN, Evaluation, Problem, is_forbidden, load_groups
 from cost.edges import distinct_arrays
 from cost.evaluation import Evaluator, checked_choice
-from cost.memory import least_memory, usage_error
+from cost.memory import LARGEST_EXACT_FLOAT, are_whole, least_memory, usage_error, usage_tables
 from cost.validation import validate, with_finite_loads
 from diffshard.base import OPTIMAL_GAP, Deadline, InfeasibleError, Progress, Proposal, Solution, Solver
 from diffshard.solving.presolve.base import Reduction, identity
@@ -207,8 +207,8 @@ def _least_choice(problem: Problem) -> np.ndarray | None:
         return None
     worst = times[np.argmax(excess)]
     at_worst, total = ([np.zeros(len(cost)) for cost in problem.node_cost] for _ in range(2))
-    for v, usage, (start, end) in zip(problem.usage_node, problem.usage, problem.usage_interval, strict=True):
-        total_use = np.asarray(usage, float).reshape(len(usage), -1).sum(axis=1)
+    for v, usage, (start, end) in zip(problem.usage_node, usage_tables(problem), problem.usage_interval, strict=True):
+        total_use = usage.sum(axis=1)
         total[v] += total_use
         at_worst[v] += total_use * (start <= worst < end)
     orders = (
@@ -230,8 +230,6 @@ def _rank(evaluation: Evaluation) -> tuple[bool, bool, float, float]:
 
 _ERRORS_PER_TERM = 8
 """Roundings that a cost goes through between the problem and a bound: presolve adds it up, and so do solvers."""
-_LARGEST_EXACT_SUM = 2.0**53
-"""Whole numbers below this are exact in float64, and so are their sums."""
 
 
 class Rounding:
@@ -240,11 +238,11 @@ class Rounding:
     def __init__(self, problem: Problem):
         costs = list(_allowed(problem))
         size = sum(count * max(float(np.abs(allowed).max()), 0.0) for allowed, count in costs)
-        is_whole = all(np.issubdtype(allowed.dtype, np.integer) or _are_whole(allowed) for allowed, _ in costs)
+        is_whole = all(are_whole(allowed) for allowed, _ in costs)
         most = sum(count * float(allowed.max()) for allowed, count in costs)
         least = sum(count * min(float(allowed.min()), 0.0) for allowed, count in costs)
         terms = len(problem.node_cost) * (1 + len(load_groups(problem))) + len(problem.edge_cost)
-        is_exact = is_whole and size < _LARGEST_EXACT_SUM and not len(problem.load)
+        is_exact = is_whole and size < LARGEST_EXACT_FLOAT and not len(problem.load)
         self._share = 0.0 if is_exact else _ERRORS_PER_TERM * terms * float(np.finfo(float).eps)
         self._negative = -2 * least
         self.largest_cost = most + self._share * size
@@ -288,15 +286,8 @@ def _allowed(problem: Problem) -> Iterator[tuple[np.ndarray, int]]:
     num_groups = len(load_groups(problem))
     for arrays, per_array in ((problem.node_cost, 1), (problem.edge_cost, 1), (problem.load, num_groups)):
         distinct, which = distinct_arrays(arrays)
-        yield from _allowed_of(distinct, (per_array * np.bincount(which, minlength=len(distinct))).tolist())
-
-
-def _allowed_of(arrays: Sequence[np.ndarray], counts: Sequence[int]) -> Iterator[tuple[np.ndarray, int]]:
-    for array, count in zip(map(np.asarray, arrays), counts, strict=True):
-        allowed = array[~is_forbidden(array)]
-        if allowed.size:
-            yield allowed, count
-
-
-def _are_whole(numbers: np.ndarray) -> bool:
-    return bool((numbers == np.trunc(numbers)).all())
+        counts = per_array * np.bincount(which, minlength=len(distinct))
+        for array, count in zip(map(np.asarray, distinct), counts.tolist(), strict=True):
+            allowed = array[~is_forbidden(array)]
+            if allowed.size:
+                yield allowed, count

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from cost.base import Problem, is_forbidden, load_groups, num_memory_devices, num_strategies
+from cost.base import Problem, edge_ends, is_forbidden, load_groups, num_memory_devices, num_strategies
 
 _UNIT = 1 << 1074
 
@@ -20,7 +20,7 @@ class Truth:
     def __init__(self, problem: Problem):
         self._sizes = num_strategies(problem).tolist()
         self._nodes = [_exact(cost) for cost in problem.node_cost]
-        pairs = np.asarray(problem.edge_nodes).reshape(-1, 2).tolist()
+        pairs = edge_ends(problem).tolist()
         self._edges = [(u, v, _exact(cost)) for (u, v), cost in zip(pairs, problem.edge_cost, strict=True)]
         self._loads, self._edge_loads = ([_exact(table) for table in t] for t in (problem.load, problem.edge_load))
         self._groups = [group.tolist() for group in load_groups(problem)]

@@ -219,11 +219,11 @@ class Ascent:
 
 
 def softmin_weights(csr: CSRProblem, cost: np.ndarray, temperature: float) -> np.ndarray:
-    """Returns `[N]` weights for each node: the softmax of -cost / temperature."""
+    """Returns `[..., N]` weights for each node: the softmax of -cost / temperature, of costs `[..., N]`."""
     starts = csr.start[:-1]
-    least = np.repeat(np.minimum.reduceat(cost, starts), csr.sizes)
+    least = np.repeat(np.minimum.reduceat(cost, starts, axis=-1), csr.sizes, axis=-1)
     weights = np.exp((least - cost) / max(temperature, 1e-30))
-    return weights / np.repeat(np.add.reduceat(weights, starts), csr.sizes)
+    return weights / np.repeat(np.add.reduceat(weights, starts, axis=-1), csr.sizes, axis=-1)
 
 
 def _largest_cost(csr: CSRProblem) -> float:

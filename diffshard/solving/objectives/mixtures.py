@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import linprog
 
-from cost.base import Problem
+from cost.base import Problem, edge_ends
 from cost.evaluation import Evaluator
 from diffshard.solving.objectives.objective import Affine, PricedObjective, Tangent
 
@@ -159,7 +159,7 @@ class Descent:
 
     def __init__(self, problem: Problem, priced: PricedObjective, evaluate: Evaluator):
         self._problem, self._priced, self._evaluate = problem, priced, evaluate
-        self._edges = np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2)
+        self._edges = edge_ends(problem)
         self._edges_of: dict[int, list[int]] = defaultdict(list)
         for e, (u, v) in enumerate(self._edges.tolist()):
             self._edges_of[u].append(e)

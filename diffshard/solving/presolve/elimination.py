@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from cost.base import FORBIDDEN, Problem
+from cost.base import FORBIDDEN, Problem, edge_ends
 from cost.edges import map_distinct
+from cost.memory import usage_tables
 from diffshard.base import InfeasibleError
 from diffshard.solving.presolve.base import Memo, Reduction
 
@@ -61,7 +62,7 @@ class _Graph:
         self.constant = 0.0
         self.undo: list[Callable[[np.ndarray], None]] = []
         self._memo = Memo()
-        for (u, v), cost in zip(np.asarray(problem.edge_nodes).reshape(-1, 2).tolist(), problem.edge_cost, strict=True):
+        for (u, v), cost in zip(edge_ends(problem).tolist(), problem.edge_cost, strict=True):
             self._join(u, v, cost)
 
     def reduce(self, changed_nodes: set[int]) -> None:
@@ -226,19 +227,13 @@ class _Graph:
 def _choice_dependent_tables(problem: Problem) -> list[list[np.ndarray]]:
     """Returns for each node its usages and loads that depend on the choice, `[S_v, ...]` each."""
     tables: list[list[np.ndarray]] = [[] for _ in problem.node_cost]
-    for v, table in zip(problem.usage_node, map_distinct(_table, problem.usage), strict=True):
-        if table is not None:
+    for v, table in zip(problem.usage_node, usage_tables(problem), strict=True):
+        if (table != table[0]).any():
             tables[v].append(table)
     for v, load in enumerate(problem.load):
         if np.any(load):
             tables[v].append(np.asarray(load, float))
     return tables
-
-
-def _table(usage: np.ndarray) -> np.ndarray | None:
-    """Returns a usage as `[S, D]`, or None where it does not depend on the choice."""
-    table = np.asarray(usage, float).reshape(len(usage), -1)
-    return table if (table != table[0]).any() else None
 
 
 def _separate(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:

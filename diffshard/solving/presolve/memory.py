@@ -13,7 +13,7 @@ import numpy as np
 
 from cost.base import Problem, num_memory_devices, num_strategies
 from cost.edges import map_distinct
-from cost.memory import memory_profile, usage_error
+from cost.memory import memory_profile, usage_error, usage_tables
 from diffshard.solving.presolve.base import Reduction
 
 _LARGEST_TABLE = 1 << 24
@@ -74,7 +74,7 @@ def compress_memory(problem: Problem) -> Reduction:
 
 def _on_limited_devices(problem: Problem) -> Problem:
     """Leaves out the devices without a limit; all usages of the result are `[S_v, 1]` or `[S_v, D]` floats."""
-    tables = map_distinct(lambda usage: np.asarray(usage, float).reshape(len(usage), -1), problem.usage)
+    tables = usage_tables(problem)
     has_limit = np.atleast_1d(np.isfinite(problem.memory_limit))
     if has_limit.all() or not has_limit.any():
         return problem._replace(usage=tables)

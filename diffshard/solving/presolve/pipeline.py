@@ -10,7 +10,7 @@ from collections import deque
 
 import numpy as np
 
-from cost.base import Problem, is_forbidden, num_strategies, with_infinities
+from cost.base import Problem, edge_ends, is_forbidden, num_strategies, with_infinities
 from cost.edges import distinct_arrays, map_distinct, merge_edges
 from diffshard.base import InfeasibleError
 from diffshard.solving.presolve.base import Reduction, compose, identity
@@ -82,7 +82,7 @@ class _Ties:
 
     def __init__(self, problem: Problem):
         self.problem = problem
-        self.edges = np.asarray(problem.edge_nodes).reshape(-1, 2).tolist()
+        self.edges = edge_ends(problem).tolist()
         self.parent = list(range(len(problem.node_cost)))
         self.own_strategy = [np.arange(size) for size in num_strategies(problem).tolist()]
         self.alive = [~is_forbidden(cost) for cost in problem.node_cost]

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import scipy.sparse
 
-from cost.base import Problem, is_forbidden, load_groups, num_memory_devices, num_strategies
-from cost.memory import limit_unit, numbered_times
+from cost.base import Problem, edge_ends, is_forbidden, load_groups, num_memory_devices, num_strategies
+from cost.memory import limit_unit, numbered_times, usage_tables
 from diffshard.solving.csr import ragged_positions
 
 _WINDOW = 1e4
@@ -139,8 +139,7 @@ def _fits_alone(problem: Problem, sizes: np.ndarray, starts: np.ndarray) -> np.n
     """Returns `[N]` which strategies do not exceed the limit by a single usage."""
     fits = np.ones(int(sizes.sum()), bool)
     limit = np.asarray(problem.memory_limit, float)
-    for usage, v in zip(problem.usage, problem.usage_node, strict=True):
-        table = np.asarray(usage, float).reshape(len(usage), -1)
+    for table, v in zip(usage_tables(problem), problem.usage_node, strict=True):
         fits[starts[v] : starts[v] + sizes[v]] &= (table <= limit * (1 + _MARGIN)).all(axis=1)
     return fits
 
@@ -225,7 +224,7 @@ def _one_each(sizes: np.ndarray) -> scipy.sparse.coo_array:
 
 def _marginals(problem: Problem, starts: np.ndarray, sizes: np.ndarray) -> scipy.sparse.coo_array:
     """Returns for each edge the rows Σ_t y[s, t] - x[u, s] = 0 and Σ_s y[s, t] - x[v, t] = 0."""
-    u, v = np.asarray(problem.edge_nodes, np.int64).reshape(-1, 2).T
+    u, v = edge_ends(problem).T
     m, n = sizes[u], sizes[v]
     first = np.cumsum(m + n) - (m + n)  # row of each edge
     edge = np.repeat(np.arange(len(u)), m * n)
@@ -255,8 +254,8 @@ def _memory(problem: Problem, starts: np.ndarray, columns: int, allowed: np.ndar
     row, column = [np.arange(count), np.arange(devices, count)], [columns + np.arange(count)]
     column.append(column[0][: count - devices])
     value = [np.ones(count), -np.ones(count - devices)]
-    for usage, v, interval in zip(problem.usage, problem.usage_node, intervals, strict=True):
-        table = np.broadcast_to(np.asarray(usage, float).reshape(len(usage), -1), (len(usage), devices)) / unit
+    for usage, v, interval in zip(usage_tables(problem), problem.usage_node, intervals, strict=True):
+        table = np.broadcast_to(usage, (len(usage), devices)) / unit
         s, d = np.nonzero(table * allowed[starts[v] : starts[v] + len(table), None])
         for time_index, sign in zip(interval, (-1.0, 1.0), strict=True):
             row.append(time_index * devices + d)

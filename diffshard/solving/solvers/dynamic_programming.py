@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from cost.base import Problem, load_groups, num_strategies, with_infinities
+from cost.base import Problem, edge_ends, load_groups, num_strategies, with_infinities
 from cost.evaluation import chosen_costs
 from diffshard.base import Proposal
 from diffshard.solving.csr import to_csr, with_ceiling
@@ -90,7 +90,7 @@ def _tables(problem: Problem) -> list[list[_Table]]:
             load = np.asarray(problem.load[v], float)
             node_cost = node_cost + sum(load[:, group].mean(axis=1) for group in load_groups(problem))
         tables.append([_Table((v,), node_cost)])
-    for (u, v), cost in zip(np.asarray(problem.edge_nodes).reshape(-1, 2).tolist(), problem.edge_cost, strict=True):
+    for (u, v), cost in zip(edge_ends(problem).tolist(), problem.edge_cost, strict=True):
         matrix = with_infinities(cost)
         table = _Table((u, v), matrix) if u < v else _Table((v, u), matrix.T)
         tables[u].append(table)
@@ -102,7 +102,7 @@ def _order(problem: Problem) -> list[int]:
     """Returns the nodes in the order of their elimination: always the one whose table is smallest at that moment."""
     sizes = num_strategies(problem).tolist()
     near: list[set[int]] = [set() for _ in sizes]
-    for u, v in np.asarray(problem.edge_nodes).reshape(-1, 2).tolist():
+    for u, v in edge_ends(problem).tolist():
         near[u].add(v)
         near[v].add(u)
 

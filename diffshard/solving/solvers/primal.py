@@ -35,6 +35,7 @@ from diffshard.solving.csr import (
     to_csr,
     with_ceiling,
 )
+from diffshard.solving.dual.ascent import softmin_weights
 from diffshard.solving.examples import chain
 from diffshard.solving.moves.single_nodes import Descent
 
@@ -99,17 +100,9 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
             share = (time.perf_counter() - start) / (_DESCENT_TIME_SHARE * time_limit_s)
         if share >= (num_roundings + 1) / _NUM_ROUNDINGS or share >= 1:
             num_roundings += 1
-            yield from _roundings(csr, softmax(csr, state.logits), rng)
+            yield from _roundings(csr, softmin_weights(csr, -state.logits, 1.0), rng)
         else:
             yield Proposal()
-
-
-def softmax(csr: CSRProblem, logits: np.ndarray) -> np.ndarray:
-    """Returns the softmax over each node's logits `[R, N]`."""
-    starts = csr.start[:-1]
-    most = np.repeat(np.maximum.reduceat(logits, starts, axis=1), csr.sizes, axis=1)
-    weights = np.exp(logits - most)
-    return weights / np.repeat(np.add.reduceat(weights, starts, axis=1), csr.sizes, axis=1)
 
 
 def _descend(energy: _Energy, state: _State, temperature: float, step: int) -> _State:
@@ -141,7 +134,7 @@ def objective(
       negative where there is room.
     """
     csr = energy.csr
-    rows = softmax(csr, logits)
+    rows = softmin_weights(csr, -logits, 1.0)
     through_edges = (energy.edges @ rows.T).T
     total = rows @ energy.cost + 0.5 * (rows * through_edges).sum(axis=1)
     slope = energy.cost + through_edges

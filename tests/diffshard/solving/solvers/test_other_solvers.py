@@ -11,6 +11,7 @@ from cost.evaluation import evaluate
 from diffshard import child_processes
 from diffshard.base import OPTIMAL_GAP
 from diffshard.solving.csr import chosen_cost, to_csr, with_ceiling
+from diffshard.solving.dual.ascent import softmin_weights
 from diffshard.solving.presolve.base import identity
 from diffshard.solving.solve import solve
 from diffshard.solving.solvers import beam, exact, greedy, primal
@@ -93,7 +94,7 @@ def test_the_gradient_of_primal_is_that_of_finite_differences():
         """Cost, negative entropy, penalty in parts of the cost, gradient: [R] each, the last [R, N]."""
         total, gradient, excess = primal.objective(energy, logits, multiplier, 0.5)
         penalty = (multiplier * excess + 0.15 * np.maximum(excess, 0.0) ** 2).sum(axis=(1, 2))
-        rows = primal.softmax(csr, logits)
+        rows = softmin_weights(csr, -logits, 1.0)
         entropy = (rows * np.log(rows)).sum(axis=1)
         return (total - 0.5 * entropy) / (1 + penalty), entropy, penalty, gradient
 
