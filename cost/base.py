@@ -7,19 +7,30 @@ A amounts.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from cost.lines import Line
 from cost.measured_rates import NOT_MEASURED, MeasuredRates
-from cost.real_numbers import Count, checked_number, real_number
+from cost.real_numbers import Count, Range, Share, checked_number
 
 FORBIDDEN = 10**18
 """Costs from here on, infinity included, stand for what must not be chosen (IOPDDL's convention)."""
 LARGEST_S = 1e9
 """Seconds, 30 years: no operation, byte, latency or launch takes longer, so that no product with sizes overflows."""
+
+
+def _rate(most: float) -> Any:
+    rule = f"a positive number (at most {most}; at least {1 / LARGEST_S}; inf costs nothing)"
+    return Annotated[float, Range(1 / LARGEST_S, most, rule)]
+
+
+_RATE, _REACHED_SHARE = _rate(math.inf), _rate(1)
+_SECONDS = Annotated[
+    float, Range(0, LARGEST_S, f"a finite number of seconds, zero or more and at most {LARGEST_S:.0e}")
+]
 
 
 class Problem(NamedTuple):
@@ -184,14 +195,14 @@ class Link:
 
     def __post_init__(self):
         checked_number("Link.num_hosts", self.num_hosts, Count)
-        _check_line("Link", self.latency_s, self.s_per_byte)
+        _check_line("Link", Line(self.latency_s, self.s_per_byte))
         for kind, lines in self.by_kind.items():
             if kind not in COLLECTIVE_KINDS:
                 raise ValueError(f"`Link.by_kind` must have keys of {COLLECTIVE_KINDS}, not {kind!r}.")
             if not lines or not all(isinstance(line, Line) for line in lines):
                 raise ValueError(f"`Link.by_kind[{kind!r}]` must be a tuple of one Line or more, not {lines!r}.")
             for line in lines:
-                _check_line(f"Link.by_kind[{kind!r}]", *line)
+                _check_line(f"Link.by_kind[{kind!r}]", line)
         object.__setattr__(self, "by_kind", {kind: tuple(lines) for kind, lines in self.by_kind.items()})
 
     def __hash__(self) -> int:
@@ -242,24 +253,23 @@ class Hardware:
     measured: MeasuredRates = NOT_MEASURED
 
     def __post_init__(self):
-        _check_rate("Hardware.memory_bytes_per_s", self.memory_bytes_per_s)
-        _check_rate("Hardware.memory_bytes", self.memory_bytes)
-        if not 0 <= self.exposed_share <= 1:
-            raise ValueError(f"`Hardware.exposed_share` must be a share from 0 to 1, not {self.exposed_share!r}.")
+        for name in ("memory_bytes_per_s", "memory_bytes"):
+            checked_number(f"Hardware.{name}", getattr(self, name), _RATE)
+        checked_number("Hardware.exposed_share", self.exposed_share, Share)
         if isinstance(self.flops_per_s, Mapping):
             if not self.flops_per_s:
                 raise ValueError("`Hardware.flops_per_s` has no dtype; give at least one, such as {'float32': 1e12}.")
             for dtype, rate in self.flops_per_s.items():
                 kind_and_bits(dtype)
-                _check_rate(f"Hardware.flops_per_s[{dtype!r}]", rate)
+                checked_number(f"Hardware.flops_per_s[{dtype!r}]", rate, _RATE)
             object.__setattr__(self, "flops_per_s", dict(self.flops_per_s))
         else:
-            _check_rate("Hardware.flops_per_s", self.flops_per_s)
+            checked_number("Hardware.flops_per_s", self.flops_per_s, _RATE)
         for name in ("matrix_share", "memory_share"):
-            _check_rate(f"Hardware.{name}", getattr(self, name), most=1)
-        _check_cost("Hardware.kernel_launch_s", self.kernel_launch_s)
+            checked_number(f"Hardware.{name}", getattr(self, name), _REACHED_SHARE)
+        checked_number("Hardware.kernel_launch_s", self.kernel_launch_s, _SECONDS)
         if self.host_memory_bytes_per_s is not None:
-            _check_rate("Hardware.host_memory_bytes_per_s", self.host_memory_bytes_per_s)
+            checked_number("Hardware.host_memory_bytes_per_s", self.host_memory_bytes_per_s, _RATE)
         for axis, link in self.links.items():
             if not isinstance(link, Link):
                 raise TypeError(f"`Hardware.links[{axis!r}]` must be a Link(latency_s, s_per_byte), not {link!r}.")
@@ -316,6 +326,11 @@ class Hardware:
         return float(rate) * width / bits
 
 
+def _check_line(name: str, line: Line) -> None:
+    for field_name, seconds in line._asdict().items():
+        checked_number(f"{name}.{field_name}", seconds, _SECONDS)
+
+
 class CostModel(Protocol):
     """A function from the size of an operation and the hardware to the seconds that it takes.
 
@@ -328,28 +343,6 @@ class CostModel(Protocol):
     def __call__(self, size: ArrayLike, hardware: Hardware) -> np.ndarray:
         """Computes seconds, of the shape of `size`, which is in the model's own unit, such as bytes."""
         ...
-
-
-def _check_rate(name: str, value: float, most: float = math.inf) -> None:
-    number = real_number(value)
-    if number is None or not 1 / LARGEST_S <= number <= most:
-        raise ValueError(
-            f"`{name}` must be a positive number (at most {most}; at least {1 / LARGEST_S}; inf costs nothing), not "
-            f"{value!r}."
-        )
-
-
-def _check_line(name: str, latency_s: float, s_per_byte: float) -> None:
-    _check_cost(f"{name}.latency_s", latency_s)
-    _check_cost(f"{name}.s_per_byte", s_per_byte)
-
-
-def _check_cost(name: str, value: float) -> None:
-    number = real_number(value)
-    if number is None or not 0 <= number <= LARGEST_S:
-        raise ValueError(
-            f"`{name}` must be a finite number of seconds, zero or more and at most {LARGEST_S:.0e}, not {value!r}."
-        )
 
 
 _KIND_AND_BITS = {

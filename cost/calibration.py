@@ -11,7 +11,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -60,7 +59,8 @@ def calibrate(
         memory_bytes_per_s=_memory_bytes_per_s(mesh, largest_bytes, repeats),
         memory_bytes=_memory_bytes(mesh),
         links={
-            axis: replace(_link(mesh, axis, largest_bytes, repeats), num_hosts=hosts[axis]) for axis in mesh.axis_names
+            axis: dataclasses.replace(_link(mesh, axis, largest_bytes, repeats), num_hosts=hosts[axis])
+            for axis in mesh.axis_names
         },
         combines_gathers=device.platform != "cpu",
         exposed_share=EXPOSED_ON_GPU if device.platform == "gpu" else 1.0,
@@ -175,21 +175,19 @@ def measured_preset(name: str, mesh_axes: Mapping[str, int]) -> Hardware:
 
 
 def measured_device_and_network(name: str) -> tuple[Hardware, SwitchedHost]:
-    """Returns the device without links, and how such devices are connected; raises as `measured_preset`."""
+    """Returns the device without links, and how such devices are connected; raises as `measured_preset`.
+
+    Collectives inside a host take the measured lines, whatever devices of it they join.
+    """
     if name not in MEASURED:
         raise ValueError(f"`name` {name!r} was not measured; there are {', '.join(MEASURED)}.")
     device, network = device_and_network(name)
     assert isinstance(network, SwitchedHost)
     rates = measured_rates(name)
     rates = dataclasses.replace(rates, attention=rates.attention or device.measured.attention)
-    return dataclasses.replace(device, measured=rates), with_measured_lines(network, name)
-
-
-def with_measured_lines(network: SwitchedHost, name: str) -> SwitchedHost:
-    """Returns a network whose collectives inside a host take the measured lines, whatever devices of it they join."""
     lines = {
         (network.num_devices, size, stride): by_kind
         for size, by_kind in measured_lines(name).items()
         for stride in (2**power for power in range(int(math.log2(network.num_devices // size)) + 1))
     }
-    return dataclasses.replace(network, measured_lines=lines)
+    return dataclasses.replace(device, measured=rates), dataclasses.replace(network, measured_lines=lines)

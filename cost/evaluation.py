@@ -31,11 +31,6 @@ def evaluate(problem: Problem, choice: Sequence[int] | np.ndarray) -> Evaluation
     return Evaluator(problem)(choice)
 
 
-def live_usage(problem: Problem, choice: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the times `[T]` at which the live usage changes and the usage `[T, D]` from each until the next."""
-    return Evaluator(problem).live_usage(np.asarray(choice))
-
-
 def checked_choice(problem: Problem, choice: Sequence[int] | np.ndarray) -> np.ndarray:
     """Returns `choice` as `[V]` 64-bit integers.
 
@@ -109,10 +104,8 @@ class Evaluator:
         self._load = list(_concatenate(problem.load).T)
         self._load_groups = load_groups(problem)
         self._edge_load = self._columns_of_edges(problem.edge_load)
-        self._amount, self._edge_amount = (
-            list(_concatenate(problem.amount).T),
-            self._columns_of_edges(problem.edge_amount),
-        )
+        self._amount = list(_concatenate(problem.amount).T)
+        self._edge_amount = self._columns_of_edges(problem.edge_amount)
         self._devices = num_memory_devices(problem)
         tables = [np.asarray(usage) for usage in problem.usage]
         if any(table.ndim > 1 for table in tables) or self._devices > 1:
@@ -154,7 +147,7 @@ class Evaluator:
         return (np.cumsum(lengths) - lengths)[table_of], list(rows.T)
 
     def live_usage(self, choice: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the result of the function `live_usage`."""
+        """Returns the times `[T]` at which the live usage changes and the usage `[T, D]` from each until the next."""
         if not len(self._usage_node):
             return np.zeros(1, np.int64), np.zeros((1, self._devices), np.int64)
         return self._times, memory_profile(self._interval, self._usage[self._rows(choice)], len(self._times))
@@ -355,7 +348,7 @@ def format_excess(excess: float) -> str:
 
 def _memory_violations(problem: Problem, choice: np.ndarray) -> list[str]:
     """Returns a sentence for each of the times at which the memory is exceeded most."""
-    times, memory = live_usage(problem, choice)
+    times, memory = Evaluator(problem).live_usage(choice)
     excess = np.asarray(memory, float) - np.asarray(problem.memory_limit, float)
     peaks = excess.max(axis=1)
     sentences = []

@@ -86,16 +86,11 @@ class Quantity(NamedTuple):
             added[:, 0 if self.edge_group is None else self.edge_group[e]] += rows - rows[own]
         return added[:, 0] if self._is_total else added
 
-    def add_node_costs(self, costs: "WeightedSums", weights: np.ndarray) -> None:
-        """Adds the weighted amounts of each node to its costs; `weights` are of `shape`."""
-        _add(costs, self.node, self._groups(self.node_group, len(self.node)), self._by_group(weights), 1)
-
-    def add_edge_costs(self, costs: "WeightedSums", weights: np.ndarray) -> None:
-        """Adds the weighted amounts of each edge to its transfer matrix; `weights` are of `shape`."""
-        _add(costs, self.edge, self._groups(self.edge_group, len(self.edge)), self._by_group(weights), 2)
-
-    def _by_group(self, weights: np.ndarray) -> np.ndarray:
-        return weights[None] if self._is_total else weights
+    def add_costs(self, of_nodes: "WeightedSums", of_edges: "WeightedSums", weights: np.ndarray) -> None:
+        """Adds the weighted amounts of nodes to their costs, those of edges to their matrices; `weights` as `shape`."""
+        by_group = weights[None] if self._is_total else weights
+        _add(of_nodes, self.node, self._groups(self.node_group, len(self.node)), by_group, 1)
+        _add(of_edges, self.edge, self._groups(self.edge_group, len(self.edge)), by_group, 2)
 
     @staticmethod
     def _groups(groups: np.ndarray | None, number: int) -> np.ndarray:
@@ -132,17 +127,15 @@ class LiveMemory(NamedTuple):
             added[:, interval[k, 0] : interval[k, 1]] += usage - usage[choice[node]]
         return added
 
-    def add_node_costs(self, costs: "WeightedSums", weights: np.ndarray) -> None:
-        """Adds the weighted bytes of each node to its costs; `weights` are `[T]`."""
+    def add_costs(self, of_nodes: "WeightedSums", of_edges: "WeightedSums", weights: np.ndarray) -> None:
+        """Adds the weighted bytes of each node to its costs, and nothing to edges; `weights` are `[T]`."""
+        del of_edges
         _, interval = numbered_times(self.problem.usage_interval)
         before = np.concatenate([[0.0], np.cumsum(weights)])
         lived = before[interval[:, 1]] - before[interval[:, 0]]
         for node, usage, weight in zip(self.problem.usage_node, self.problem.usage, lived.tolist(), strict=True):
             if weight:
-                costs.add(int(node), np.reshape(usage, (len(usage), -1))[:, 0], weight)
-
-    def add_edge_costs(self, costs: "WeightedSums", weights: np.ndarray) -> None:
-        """Adds nothing: edges hold no memory."""
+                of_nodes.add(int(node), np.reshape(usage, (len(usage), -1))[:, 0], weight)
 
 
 Quantities = Mapping[str, Quantity | LiveMemory]
@@ -195,8 +188,7 @@ def with_weights(problem: Problem, quantities: Quantities, weights: Mapping[str,
     node_cost, edge_cost = WeightedSums(problem.node_cost), WeightedSums(problem.edge_cost)
     for name, quantity in quantities.items():
         if np.any(weights[name]):
-            quantity.add_node_costs(node_cost, np.asarray(weights[name], float))
-            quantity.add_edge_costs(edge_cost, np.asarray(weights[name], float))
+            quantity.add_costs(node_cost, edge_cost, np.asarray(weights[name], float))
     return problem._replace(node_cost=node_cost.arrays(), edge_cost=edge_cost.arrays())
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from cost.base import Problem
 from cost.edges import distinct_arrays
-from cost.evaluation import change_costs, chosen_costs, evaluate, live_usage, relaxed_cost
+from cost.evaluation import Evaluator, change_costs, chosen_costs, evaluate, relaxed_cost
 from cost.validation import validate
 
 # Five nodes, two edges, three usages: small enough to work out by hand.
@@ -35,7 +35,7 @@ def test_evaluate_is_the_sum_worked_by_hand():
     assert result.excess == 0
     over = evaluate(SMALL, [1, 1, 2, 0, 0])
     assert (over.peak, over.excess, over.feasible) == (40, 10, False)
-    times, usage = live_usage(SMALL, [1, 1, 2, 0, 0])
+    times, usage = Evaluator(SMALL).live_usage(np.array([1, 1, 2, 0, 0]))
     np.testing.assert_array_equal(times, [0, 1, 2, 3, 4])
     np.testing.assert_array_equal(usage[:, 0], [25, 40, 40, 25, 0])
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cost.base import Problem
-from cost.evaluation import evaluate, live_usage
+from cost.evaluation import Evaluator, evaluate
 from cost.quantities import LiveMemory, Quantity, amounts_of, with_weights
 
 EDGES = np.array([[0, 1], [1, 2], [2, 0]])
@@ -57,7 +57,7 @@ def test_the_memory_in_use_is_a_quantity_whose_weights_are_costs_too():
     priced = with_weights(problem, {"memory": memory}, {"memory": weights})
     for choice in np.ndindex(2, 3, 2):
         amounts = memory.amounts(problem, np.array(choice))
-        assert amounts.tolist() == live_usage(problem, choice)[1][:, 0].tolist()
+        assert amounts.tolist() == Evaluator(problem).live_usage(np.array(choice))[1][:, 0].tolist()
         assert evaluate(priced, choice).cost == pytest.approx(float(weights @ amounts))
 
 
