@@ -34,15 +34,13 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from cost.base import Problem
 from search_spaces.rematerialisation.passes import (
     Passes,
-    Step,
     backward_reads,
     made_by,
     step_key,
-    values_read,
     vertices_of,
 )
 from search_spaces.sharding.edge_costs import EdgeCosts, transfer_matrices
-from search_spaces.sharding.graph import Graph, Operand, Region, Value, Vertex
+from search_spaces.sharding.graph import Graph, Operand, Region, Step, Value, Vertex, values_of
 from search_spaces.sharding.kernels import kernels_of
 from search_spaces.sharding.memory import Lifetimes, lifetimes_of
 from search_spaces.sharding.node_costs import NodeCosts
@@ -236,7 +234,7 @@ class Network(Choices):
             results = step.results
             if can_run_again(step) and key not in paired and not {v.id for v in results} & passes.pinned:
                 self.steps[key] = sum(self.step_s(v) for v in vertices_of(step))
-                read = [self._stack.get(v.id, v).id for v in values_read(step)]
+                read = [self._stack.get(v.id, v).id for v in values_of(step.operands)]
                 self.operands[key] = [v for v in read if v in self._made]
                 self.maker.update((v.id, key) for v in results)
             for value in results:
@@ -269,7 +267,7 @@ class Network(Choices):
         if passes.pair is not None or not passes.forward:
             return []
         made = {v.id: i for i, step in enumerate(passes.forward) for v in step.results if v.id in self.maker}
-        read = {v.id: i for i, step in enumerate(passes.forward) for v in values_read(step)}
+        read = {v.id: i for i, step in enumerate(passes.forward) for v in values_of(step.operands)}
         spans = [(v, made[v], read[v], self._kept_bytes(self.graph.values[v])) for v in made if v in read]
         change = np.zeros(len(passes.forward) + 1)
         for _, start, end, num_bytes in spans:
@@ -343,7 +341,7 @@ def _stacks_and_slices(passes: Passes, network: Network) -> list[Value]:
         for piece in passes.pair.backward.slices:
             inner = passes.pair.aliases.get(piece.results[0].id)
             if inner is not None and inner.id in network.freeable:
-                values += [o for o in piece.operands if isinstance(o, Value)] + piece.results
+                values += values_of(piece.operands) + piece.results
     return values
 
 

@@ -19,7 +19,6 @@ import numpy as np
 from search_spaces.rematerialisation.choices import Network, RematChoice
 from search_spaces.rematerialisation.passes import (
     Passes,
-    Step,
     backward_reads,
     first_reads,
     made_by,
@@ -27,7 +26,7 @@ from search_spaces.rematerialisation.passes import (
     step_key,
     vertices_of,
 )
-from search_spaces.sharding.graph import Value
+from search_spaces.sharding.graph import Step, Value
 
 _LEAST_SHARE = 0.01
 """Of what a choice keeps, an offloaded array has at least this part: small copies take as long as larger ones."""

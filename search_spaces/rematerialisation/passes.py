@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 from search_spaces.replay import REMAT
 from search_spaces.sharding.fusion import PICKS
-from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex, is_contraction
+from search_spaces.sharding.graph import Block, Graph, Region, Step, Value, Vertex, is_contraction, values_of
 
-Step = Vertex | Region
 _BACKWARD = "transpose("
 
 
@@ -78,11 +77,6 @@ def vertices_of(step: Step) -> Iterator[Vertex]:
             yield from vertices_of(inner)
 
 
-def values_read(step: Step) -> list[Value]:
-    """Returns the arrays that a step reads."""
-    return [o for o in step.operands if isinstance(o, Value)]
-
-
 def is_backward(graph: Graph, step: Step) -> bool:
     """Returns whether a step belongs to a backward pass."""
     if isinstance(step, Vertex):
@@ -94,7 +88,7 @@ def is_backward(graph: Graph, step: Step) -> bool:
 
 def passes_of(graph: Graph) -> list[Passes]:
     """Returns the forward and backward passes of a function: of its own steps, of loops, and of pairs of scans."""
-    return list(_passes_of_block(graph, graph.block, _ids(graph.outputs), None))
+    return list(_passes_of_block(graph, graph.block, {v.id for v in values_of(graph.outputs)}, None))
 
 
 def _passes_of_block(graph: Graph, block: Block, ends: set[int], around: Region | None) -> Iterator[Passes]:
@@ -102,13 +96,15 @@ def _passes_of_block(graph: Graph, block: Block, ends: set[int], around: Region 
     if not any(is_back and _computes(step) for step, is_back in zip(block.steps, backward, strict=True)):
         for step in block.steps:
             if isinstance(step, Region) and step.equation.primitive.name == "scan":
-                yield from _passes_of_block(graph, step.blocks[0], _ids(step.blocks[0].outputs), step)
+                yield from _passes_of_block(
+                    graph, step.blocks[0], {v.id for v in values_of(step.blocks[0].outputs)}, step
+                )
         return
     first = backward.index(True)
     is_after: set[int] = set()  # values that depend on the backward pass
     forward, pinned = [], set(ends)
     for i, (step, is_back) in enumerate(zip(block.steps, backward, strict=True)):
-        read = {v.id for v in values_read(step)}
+        read = {v.id for v in values_of(step.operands)}
         if is_back or read & is_after:
             is_after.update(v.id for v in step.results)
         if is_back:
@@ -129,10 +125,6 @@ def _passes_of_block(graph: Graph, block: Block, ends: set[int], around: Region 
 def _computes(step: Step) -> bool:
     """Returns whether a step makes a backward pass: a transposition, say, may also follow a loop that has the pass."""
     return isinstance(step, Region) or is_contraction(step)
-
-
-def _ids(operands: Iterable[Operand]) -> set[int]:
-    return {o.id for o in operands if isinstance(o, Value)}
 
 
 def _scan_pairs(graph: Graph, block: Block, ends: set[int]) -> list[ScanPair]:
@@ -171,11 +163,10 @@ def backward_reads(passes: Passes) -> list[tuple[int, Value]]:
     aliases = {} if passes.pair is None else passes.pair.aliases
     reads = []
     for position, step in enumerate(passes.backward):
-        reads += [(position, aliases.get(v.id, v)) for v in values_read(step)]
+        reads += [(position, aliases.get(v.id, v)) for v in values_of(step.operands)]
     if passes.pair is not None:  # what the body hands on as it is
-        reads += [
-            (len(passes.backward), aliases[i]) for i in _ids(passes.pair.backward.blocks[0].outputs) & set(aliases)
-        ]
+        handed_on = {v.id for v in values_of(passes.pair.backward.blocks[0].outputs)}
+        reads += [(len(passes.backward), aliases[i]) for i in handed_on & set(aliases)]
     return reads
 
 
@@ -248,7 +239,7 @@ def regions_of(
         keys = _closure(outputs, maker)
         inside = [step for step in steps if step_key(step) in keys]
         own = {v.id for step in inside for v in step.results}
-        inputs = {v.id: v for step in inside for v in values_read(step) if v.id not in own}
+        inputs = {v.id: v for step in inside for v in values_of(step.operands) if v.id not in own}
         outputs = sorted(outputs, key=lambda v: v.id)
         position = min(demanded[v.id] for v in outputs)
         regions.append(RunAgain(inside, list(inputs.values()), outputs, position, passes.around))
@@ -261,7 +252,7 @@ def _free_steps(passes: Passes) -> set[int]:
     carried = set() if passes.pair is None else {c.results[0].id for c in passes.pair.forward.carries}
     free: set[int] = set()
     for step in passes.forward:
-        read = [v.id for v in values_read(step)]
+        read = [v.id for v in values_of(step.operands)]
         is_cheap = isinstance(step, Vertex) and not is_contraction(step) and step.primitive not in PICKS
         if is_cheap and not any(v in carried or (v in made and step_key(made[v]) not in free) for v in read):
             free.add(step_key(step))
@@ -279,7 +270,7 @@ def _joined(steps: Sequence[Step], maker: Mapping[int, Step], free: set[int]) ->
 
     for step in steps:
         own = step_key(step)
-        others = {step_key(maker[v.id]) for v in values_read(step) if v.id in maker}
+        others = {step_key(maker[v.id]) for v in values_of(step.operands) if v.id in maker}
         for other in () if own in free else others - free:
             root[find(own)] = find(other)
     return {key: find(key) for key in root}
@@ -293,7 +284,7 @@ def _closure(values: Sequence[Value], maker: Mapping[int, Step]) -> set[int]:
         value = waiting.pop()
         if value in maker and step_key(maker[value]) not in keys:
             keys.add(step_key(maker[value]))
-            waiting += [v.id for v in values_read(maker[value])]
+            waiting += [v.id for v in values_of(maker[value].operands)]
     return keys
 
 
@@ -301,7 +292,7 @@ def goes_on_from(steps: Sequence[Step], position: int, carries: Sequence[Vertex]
     """Returns the largest array, made before a step or carried into the loop, that it, or else a later one, reads."""
     made = {*made_by(steps[:position]), *(carry.results[0].id for carry in carries)}
     for step in steps[position:]:
-        before = [v for v in values_read(step) if v.id in made and v.shape]
+        before = [v for v in values_of(step.operands) if v.id in made and v.shape]
         if before:
             return max(before, key=lambda v: v.num_bytes)
     return None

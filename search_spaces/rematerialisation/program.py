@@ -27,7 +27,6 @@ from search_spaces.rematerialisation.passes import (
     Passes,
     RunAgain,
     ScanPair,
-    Step,
     goes_on_from,
     passes_of,
     regions_of,
@@ -35,7 +34,7 @@ from search_spaces.rematerialisation.passes import (
     vertices_of,
 )
 from search_spaces.replay import REMAT, bind, context_of, scan_again, source_of
-from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex
+from search_spaces.sharding.graph import Block, Graph, Operand, Region, Step, Value, Vertex
 
 
 @dataclass

@@ -16,7 +16,6 @@ from itertools import count
 
 import numpy as np
 
-from cost.compute import CONTRACTIONS
 from search_spaces.replay import REMAT
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.graph import (
@@ -27,6 +26,7 @@ from search_spaces.sharding.graph import (
     copies_over_host_link,
     is_contraction,
     leads_to_contraction,
+    values_of,
 )
 from search_spaces.sharding.opaque.operations import opaque_of
 
@@ -77,7 +77,7 @@ class Fusion:
         self.reads_of = [value_ids(v) for v in graph.vertices]
         self._region_of = dict(_regions(graph.block, 0, (), count(1)))
         self._source_bytes = self._bytes_to_compute()
-        outputs = {o.id for o in graph.outputs if isinstance(o, Value)} | set(graph.stored_until)
+        outputs = {v.id for v in values_of(graph.outputs)} | set(graph.stored_until)
         for vertex in reversed(graph.vertices):
             if vertex.kind == "operation":
                 self._visit(vertex, outputs)
@@ -104,9 +104,8 @@ class Fusion:
     def _fuses(self, vertex: Vertex, value: Value, kernels: set[Kernel]) -> bool:
         """Returns whether a value is computed in each of these kernels, which read it."""
         operands = value_ids(vertex)
-        for reader, operand in self.consumers[value.id]:
-            if not self._takes(reader, operand, vertex):
-                return False
+        if not all(self._takes(reader, operand, vertex) for reader, operand in self.consumers[value.id]):
+            return False
         if len(kernels) == 1 or not operands:
             return True
         if vertex.primitive in _EXPENSIVE or moves_elements(vertex):
@@ -158,7 +157,7 @@ class Fusion:
 
 def value_ids(vertex: Vertex) -> set[int]:
     """Returns the ids of the values that a vertex reads."""
-    return {o.id for o in vertex.operands if isinstance(o, Value)}
+    return {v.id for v in values_of(vertex.operands)}
 
 
 def moves_elements(vertex: Vertex) -> bool:
@@ -176,22 +175,23 @@ def _is_update(vertex: Vertex) -> bool:
 
 
 def _is_fusible(vertex: Vertex, rule: Rule | None) -> bool:
-    """Returns whether each element of the results is made of one element of each operand, in any layout."""
-    if vertex.kind != "operation" or vertex.equation is None or vertex.equation.effects:
-        return False
+    """Returns whether a vertex can be computed inside its readers."""
     if vertex.primitive in _ALSO_FUSIBLE:
         return True
-    if (
-        rule is None
-        or opaque_of(vertex) is not None
-        or is_contraction(vertex)
-        or _is_update(vertex)
-        or copies_over_host_link(vertex)
-        or rule.reduction
-        or rule.permutation
-    ):
+    return not _is_update(vertex) and rule is not None and _is_elementwise(vertex, rule)
+
+
+def _is_elementwise(vertex: Vertex, rule: Rule) -> bool:
+    """Returns whether each element of the results is made of one element of each operand, in any layout.
+
+    A dimension of one element may be broadcast.
+    """
+    if vertex.kind != "operation" or vertex.equation is None or vertex.equation.effects:
         return False
-    return all(rule.sizes[f] == 1 for f in rule.need_replication)  # those of one element are broadcast
+    is_other = is_contraction(vertex) or opaque_of(vertex) is not None or copies_over_host_link(vertex)
+    if is_other or rule.reduction or rule.permutation:
+        return False
+    return all(rule.sizes[f] == 1 for f in rule.need_replication)
 
 
 def _regions(
@@ -219,27 +219,18 @@ _NEVER_RECOMPUTED = frozenset(
 )
 # Computed again for a second reader, as the derivative of a cross-entropy is, but not for the four of an attention's.
 _RECOMPUTED_ONCE = ("exp", "exp2")
-# Not pointwise, but written over their first operand.
-IN_PLACE = ("scatter", "dynamic_update_slice")
 
 
 def is_pointwise(vertex: Vertex, rule: Rule | None) -> bool:
     """Returns whether each element of the result is made of one element of each operand, in any layout.
 
-    A dimension of one element may be broadcast.
+    A dimension of one element may be broadcast, but not where a part of the first operand is written.
     """
-    if vertex.kind != "operation" or rule is None or vertex.equation is None:
+    if rule is None:
         return False
-    if vertex.primitive == "broadcast_in_dim" and not any(isinstance(o, Value) and o.shape for o in vertex.operands):
+    if vertex.primitive == "broadcast_in_dim" and not any(v.shape for v in values_of(vertex.operands)):
         return True  # copies of one number
-    if copies_over_host_link(vertex):
-        return False
-    if vertex.primitive in CONTRACTIONS or vertex.equation.effects or opaque_of(vertex) is not None:
-        return False
-    if rule.reduction or rule.permutation:
-        return False
-    is_update = vertex.primitive.startswith(IN_PLACE)
-    return not rule.need_replication or (not is_update and all(rule.sizes[f] == 1 for f in rule.need_replication))
+    return _is_elementwise(vertex, rule) and not (_is_update(vertex) and rule.need_replication)
 
 
 class Fusing:
@@ -247,7 +238,7 @@ class Fusing:
 
     def __init__(self, graph: Graph, pointwise: Sequence[bool]):
         self.graph, self.pointwise = graph, pointwise
-        self.body_of_vertex = dict(_body_numbers(graph.block, 0, count(1)))
+        self.body_of_vertex = {v: body for v, (body, _) in _regions(graph.block, 0, (), count(1))}
         self.leads_to_contraction = leads_to_contraction(graph)
         self.views_in_products: set[int] = set()
 
@@ -255,7 +246,6 @@ class Fusing:
         """Returns whether a vertex is computed inside each of its readers; a loop reads its inputs from memory."""
         if not self.pointwise[vertex.index]:
             return False
-        assert vertex.equation is not None
         if len(readers) > 1 and vertex.primitive in _NEVER_RECOMPUTED:
             return False
         if len(readers) > 2 and vertex.primitive in _RECOMPUTED_ONCE:
@@ -263,21 +253,15 @@ class Fusing:
         body = self.body_of_vertex.get(vertex.index)
         if not all(self.body_of_vertex.get(r.index) == body and self._takes(r, vertex) for r in readers):
             return False
-        if any(r.primitive in CONTRACTIONS or r.index in self.views_in_products for r in readers):
+        if any(is_contraction(r) or r.index in self.views_in_products for r in readers):
             self.views_in_products.add(vertex.index)
         return True
 
     def _takes(self, reader: Vertex, vertex: Vertex) -> bool:
-        if reader.index in self.views_in_products:
+        if reader.index in self.views_in_products or is_contraction(reader):
             return vertex.primitive in VIEWS
-        if self.pointwise[reader.index]:
-            return True
-        if reader.equation is None or reader.kind != "operation" or vertex.equation is None:
-            return False
-        name = reader.equation.primitive.name
-        if name in CONTRACTIONS:
-            return vertex.equation.primitive.name in VIEWS
-        return name in PICKS or name.startswith(("reduce_", "argm"))
+        name = reader.primitive
+        return self.pointwise[reader.index] or name in PICKS or name.startswith(("reduce_", "argm"))
 
     def overwritten(self, is_written: np.ndarray, last_read: np.ndarray) -> Iterator[Value]:
         """Yields values that the operation which reads them last writes its result over."""
@@ -308,9 +292,8 @@ class Fusing:
 
     def _read_operands(self, vertex: Vertex, is_written: np.ndarray) -> Iterator[Value]:
         """Yields operands in memory that a vertex could write over, those of what is fused into it included."""
-        assert vertex.equation is not None
-        operands = [o for o in vertex.operands if isinstance(o, Value)]
-        if vertex.equation.primitive.name.startswith(IN_PLACE):
+        operands = values_of(vertex.operands)
+        if _is_update(vertex):
             operands = operands[:1]
         elif not self.pointwise[vertex.index]:
             return
@@ -319,17 +302,3 @@ class Fusing:
                 yield operand
             else:
                 yield from self._read_operands(self.graph.vertices[operand.vertex], is_written)
-
-
-def _body_numbers(block: Block, number: int, fresh_numbers: Iterator[int]) -> Iterator[tuple[int, int]]:
-    """Yields each vertex with the number of the loop body or branch in which it runs.
-
-    Rematerialised regions are no bodies of their own; their vertices have the number of what surrounds them.
-    """
-    for step in block.steps:
-        if isinstance(step, Vertex):
-            yield step.index, number
-            continue
-        is_body = step.equation.primitive.name not in REMAT
-        for inner in step.blocks:
-            yield from _body_numbers(inner, next(fresh_numbers) if is_body else number, fresh_numbers)

@@ -4,7 +4,7 @@ The equations of a jaxpr are flat for the search and nested as they run for the 
 loops, branches and rematerialised regions stay regions; for the search their equations are vertices.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -51,6 +51,11 @@ class Value:
 
 
 Operand = Value | core.Literal
+
+
+def values_of(operands: Iterable[Operand]) -> list[Value]:
+    """Returns those of some operands that are values; the others are literals."""
+    return [operand for operand in operands if isinstance(operand, Value)]
 
 
 @dataclass(eq=False)
@@ -144,14 +149,18 @@ class Block:
     steps: list[Vertex | Region]
     outputs: list[Operand]
 
-    def operations(self) -> Iterator[int]:
-        """Returns the indices of the operations that run in the block, and in the regions inside it."""
-        for step in self.steps:
-            if isinstance(step, Region):
-                for block in step.blocks:
-                    yield from block.operations()
-            else:
-                yield step.index
+
+Step = Vertex | Region
+
+
+def operations_in(steps: Sequence[Step]) -> Iterator[Vertex]:
+    """Yields the operations among some steps and in the blocks of regions among them, in program order."""
+    for step in steps:
+        if isinstance(step, Region):
+            for block in step.blocks:
+                yield from operations_in(block.steps)
+        else:
+            yield step
 
 
 @dataclass(eq=False)
@@ -237,9 +246,7 @@ def follows_contraction(graph: Graph, carried: Collection[int] = ()) -> np.ndarr
         for vertex in graph.vertices:
             is_closed = vertex.kind == "carry" and vertex.index not in carried
             operands = vertex.operands[:1] if is_closed else vertex.operands
-            follows[vertex.index] |= is_contraction(vertex) or any(
-                follows[o.vertex] for o in operands if isinstance(o, Value)
-            )
+            follows[vertex.index] |= is_contraction(vertex) or any(follows[v.vertex] for v in values_of(operands))
     return known.setdefault(key, follows)
 
 

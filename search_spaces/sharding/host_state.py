@@ -27,10 +27,13 @@ from search_spaces.sharding.graph import (
     Block,
     Graph,
     Region,
+    Step,
     Value,
     Vertex,
     is_contraction,
     leads_to_contraction,
+    operations_in,
+    values_of,
 )
 
 AHEAD = 4
@@ -42,8 +45,6 @@ _PRODUCTS_LATER = 6
 """How many products on which others depend run between a gradient and its update: it is reduced in that time."""
 _LEAST_SHARE = 1e-3
 """Of all bytes that could be on the host, an array has at least this part: what is smaller makes no room."""
-
-Step = Vertex | Region
 
 
 class HostArray(NamedTuple):
@@ -207,7 +208,7 @@ def early_updates(graph: Graph) -> Graph:
     """
     steps = graph.block.steps
     leads = leads_to_contraction(graph)
-    products = [[i for i in Block([], [step], []).operations() if is_contraction(graph.vertices[i])] for step in steps]
+    products = [[v.index for v in operations_in([step]) if is_contraction(v)] for step in steps]
     num_head = max((n + 1 for n, own in enumerate(products) if own), default=0)
     if not num_head:
         return graph
@@ -215,7 +216,7 @@ def early_updates(graph: Graph) -> Graph:
     needed = np.cumsum([sum(bool(leads[i]) for i in own) for own in products[:num_head]])
     place = {value.id: i for i, step in enumerate(head) for value in step.results}
     maker = {value.id: n for n, step in enumerate(rest) for value in step.results}
-    reads = [[o.id for o in step.operands if isinstance(o, Value)] for step in rest]
+    reads = [[v.id for v in values_of(step.operands)] for step in rest]
     ready: list[int] = []
     for ids in reads:
         ready.append(max((ready[maker[i]] if i in maker else place.get(i, -1) for i in ids), default=-1))
@@ -224,7 +225,7 @@ def early_updates(graph: Graph) -> Graph:
         before = needed[ready[maker[output]]] if ready[maker[output]] >= 0 else 0
         return min(int(np.searchsorted(needed, before + _PRODUCTS_LATER)), len(head) - 1)
 
-    outputs = [o.id for o in graph.outputs if isinstance(o, Value) and o.id in maker]
+    outputs = [v.id for v in values_of(graph.outputs) if v.id in maker]
     behind: dict[int, list[Step]] = {}
     done: set[int] = set()
     for output in sorted(outputs, key=due):

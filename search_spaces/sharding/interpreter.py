@@ -19,7 +19,7 @@ from search_spaces.replay import REMAT
 from search_spaces.sharding.base import Layout, ShardingStrategy
 from search_spaces.sharding.delayed_scales import DelayedScales
 from search_spaces.sharding.executor import Arrays, Encode, Flow, Keeping, Path
-from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex
+from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex, operations_in, values_of
 from search_spaces.sharding.host_state import host_copies
 from search_spaces.sharding.kept_codes import LateReads
 from search_spaces.sharding.resharding import is_message_coded
@@ -177,7 +177,7 @@ class GraphInterpreter:
 
     def _with_late(self, env: Environment, vertex: Vertex) -> Environment:
         """Returns the environment that an operation after the forward pass reads: kept codes are decoded."""
-        values = [o for o in vertex.operands if isinstance(o, Value) and self._is_late(o)]
+        values = list(filter(self._is_late, values_of(vertex.operands)))
         return env.new_child({v.id: self._late_array(env, v) for v in values}) if values else env
 
     def _is_late(self, value: Value) -> bool:
@@ -360,8 +360,8 @@ class GraphInterpreter:
 
     def _scan(self, env: Environment, region: Region) -> None:
         stacks = [self.graph.vertices[v.vertex] for v in region.results[len(region.carries) :]]
-        vertices, delayed = sorted(region.blocks[0].operations()), self.delayed
-        residuals = [key for key in map(_Residual, vertices) if key in env]
+        vertices = sorted(vertex.index for vertex in operations_in(region.blocks[0].steps))
+        residuals, delayed = [key for key in map(_Residual, vertices) if key in env], self.delayed
         scales = delayed.of_loop(vertices) if delayed is not None else []
         first_residual, first_scale = len(region.slices), len(region.slices) + len(residuals)
 

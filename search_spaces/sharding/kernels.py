@@ -31,7 +31,7 @@ from search_spaces.sharding.fusion import (
     moves_elements,
     value_ids,
 )
-from search_spaces.sharding.graph import Graph, Value, Vertex, is_contraction
+from search_spaces.sharding.graph import Graph, Value, Vertex, is_contraction, values_of
 
 BITCASTS = frozenset(
     {"reshape", "squeeze", "expand_dims", "name", "optimization_barrier", "sharding_constraint", "copy_p"}
@@ -222,7 +222,7 @@ def _needed_share(vertex: Vertex, number: int, operand: Value) -> float:
 def _loop(root: Vertex) -> tuple[int, tuple[int, ...] | None]:
     """Returns how many elements a kernel runs over, and which dimensions it reduces; None for no reduction."""
     if root.primitive.startswith(REDUCTIONS):
-        operands = [o for o in root.operands if isinstance(o, Value)]
+        operands = values_of(root.operands)
         return (prod(operands[0].shape) if operands else 1), tuple(root.params["axes"])
     return max((prod(v.shape) for v in root.results), default=0), None
 

@@ -14,7 +14,7 @@ from cost.memory import memory_profile, numbered_times
 from search_spaces.sharding.base import Node, Rule, ShardingStrategy
 from search_spaces.sharding.codes import FORMATS as CODES
 from search_spaces.sharding.fusion import Fusing, is_pointwise
-from search_spaces.sharding.graph import Graph, Value, Vertex
+from search_spaces.sharding.graph import Graph, Value, Vertex, values_of
 from search_spaces.sharding.host_state import HostArray, bytes_on
 from search_spaces.sharding.scheduling import HeldPositions
 from search_spaces.sharding.spec import local_bytes
@@ -58,7 +58,7 @@ def lifetimes_of(graph: Graph, rules: Sequence[Rule | None], donated: Sequence[b
     """
     consumers = graph.consumers()
     fusing = Fusing(graph, [is_pointwise(v, rules[v.index]) for v in graph.vertices])
-    ends = {o.id for o in graph.outputs if isinstance(o, Value)}
+    ends = {v.id for v in values_of(graph.outputs)}
     is_needed = _needed(graph)
     is_written = np.array([is_needed[v.vertex] for v in graph.values], bool)
     last_read = np.array([v.last_read_at for v in graph.values], int)
@@ -96,7 +96,7 @@ def _needed(graph: Graph) -> list[bool]:
     Derivatives leave such operations behind, above all in rematerialised bodies.
     """
     consumers = graph.consumers()
-    ends = {o.id for o in graph.outputs if isinstance(o, Value)}
+    ends = {v.id for v in values_of(graph.outputs)}
     is_needed = [True] * len(graph.vertices)
     for vertex in reversed(graph.vertices):  # only a loop's carry reads what comes after it, and carries stay
         if vertex.kind == "operation" and vertex.equation is not None and not vertex.equation.effects:

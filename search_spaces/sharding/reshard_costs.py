@@ -21,11 +21,14 @@ from search_spaces.sharding.coded_exchanges import exchange_bytes
 from search_spaces.sharding.graph import (
     Graph,
     Region,
+    Step,
     Value,
     Vertex,
     follows_contraction,
     is_contraction,
     leads_to_contraction,
+    operations_in,
+    values_of,
 )
 from search_spaces.sharding.product_formats import FORMATS
 from search_spaces.sharding.resharding import MAXIMUM_BYTES, Message, Paths, maximum_step
@@ -197,10 +200,7 @@ def _rates(link: Link, num_devices: int) -> Rates:
     return Rates({kind: collective_lines(kind, num_devices, link) for kind in COLLECTIVE_KINDS})
 
 
-Steps = Sequence[Vertex | Region]
-
-
-def loops_of(steps: Steps) -> Iterator[Region]:
+def loops_of(steps: Sequence[Step]) -> Iterator[Region]:
     """Returns the scans and while loops among some steps and inside of these, outer ones before inner ones."""
     for step in steps:
         if isinstance(step, Region):
@@ -208,16 +208,6 @@ def loops_of(steps: Steps) -> Iterator[Region]:
                 yield step
             for block in step.blocks:
                 yield from loops_of(block.steps)
-
-
-def vertices_of(steps: Steps) -> Iterator[Vertex]:
-    """Returns the vertices of some steps and of the blocks inside of these, in program order."""
-    for step in steps:
-        if isinstance(step, Region):
-            for block in step.blocks:
-                yield from vertices_of(block.steps)
-        else:
-            yield step
 
 
 def carries_waited_for(graph: Graph) -> set[int]:
@@ -230,8 +220,7 @@ def carries_waited_for(graph: Graph) -> set[int]:
     for loop in loops_of(graph.block.steps):
         if loop.equation.params.get("length") == 1:  # there is no next trip
             continue
-        body = vertices_of(loop.blocks[-1].steps)
-        first = next((vertex for vertex in body if is_contraction(vertex)), None)
+        first = next(filter(is_contraction, operations_in(loop.blocks[-1].steps)), None)
         if first is not None:
             found |= _ancestors(graph, first) & {carry.index for carry in loop.carries}
     return found
@@ -249,7 +238,7 @@ def bytes_of_trips(graph: Graph, is_activation: np.ndarray) -> dict[int, float]:
     for loop in loops_of(graph.block.steps):
         of_trip = sum(vertex.results[0].num_bytes for vertex in loop.slices if not is_activation[vertex.index])
         if of_trip:
-            inside = [*loop.slices, *(vertex for block in loop.blocks for vertex in vertices_of(block.steps))]
+            inside = [*loop.slices, *(vertex for block in loop.blocks for vertex in operations_in(block.steps))]
             num_bytes.update((vertex.index, float(of_trip)) for vertex in inside)
     return num_bytes
 
@@ -260,7 +249,7 @@ def _ancestors(graph: Graph, vertex: Vertex) -> set[int]:
     while left:
         one = left.pop()
         operands = one.operands[:1] if one.kind == "carry" else one.operands
-        makers = {operand.vertex for operand in operands if isinstance(operand, Value)} - seen
+        makers = {value.vertex for value in values_of(operands)} - seen
         seen |= makers
         left += [graph.vertices[index] for index in makers]
     return seen

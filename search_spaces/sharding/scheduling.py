@@ -25,6 +25,7 @@ from search_spaces.sharding.graph import (
     follows_contraction,
     is_contraction,
     leads_to_contraction,
+    values_of,
 )
 from search_spaces.sharding.product_formats import FORMATS
 from search_spaces.sharding.resharding import Paths, is_message_coded
@@ -105,11 +106,10 @@ class _LineScheduler:
         self.made_at = {value.id: i for i, (step, _) in enumerate(self.line) for value in step.results}
         self.readers: dict[int, list[int]] = defaultdict(list)
         for i, (step, _) in enumerate(self.line):
-            for operand in step.operands:
-                if isinstance(operand, Value):
-                    self.readers[operand.id].append(i)
+            for value in values_of(step.operands):
+                self.readers[value.id].append(i)
         self.common_gathers: set[int] = set()
-        self.read_last = {o.id for o in graph.outputs if isinstance(o, Value)}
+        self.read_last = {v.id for v in values_of(graph.outputs)}
         self.num_readers = [len(readers) for readers in graph.consumers()]
         self.free_s: dict[int, list[float]] = defaultdict(lambda: list(windows.seconds))
         self.barriers = [Barrier() for _ in windows.start]
@@ -185,7 +185,7 @@ class _LineScheduler:
             if vertex.kind != "operation":
                 is_on_host = self.layout.strategies[vertex.index].on_host
                 return None if is_on_host else (tuple(reversed(chain)), value)
-            values = [o for o in vertex.operands if isinstance(o, Value)]
+            values = values_of(vertex.operands)
             has_reduction = any(self.layout.strategies[vertex.index].reductions)
             is_coded = bool(self.layout.strategies[vertex.index].exchanged_in)  # and made where that is exchanged
             is_cheap = vertex.primitive in _CHEAP and len(values) == 1 and not has_reduction and not is_coded
