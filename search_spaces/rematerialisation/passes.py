@@ -88,19 +88,17 @@ def is_backward(graph: Graph, step: Step) -> bool:
 
 def passes_of(graph: Graph) -> list[Passes]:
     """Returns the forward and backward passes of a function: of its own steps, of loops, and of pairs of scans."""
-    return list(_passes_of_block(graph, graph.block, {v.id for v in values_of(graph.outputs)}, None))
+    return list(_passes_of_block(graph, graph.block, None))
 
 
-def _passes_of_block(graph: Graph, block: Block, ends: set[int], around: Region | None) -> Iterator[Passes]:
+def _passes_of_block(graph: Graph, block: Block, around: Region | None) -> Iterator[Passes]:
     backward = [is_backward(graph, step) for step in block.steps]
     if not any(is_back and _computes(step) for step, is_back in zip(block.steps, backward, strict=True)):
         for step in block.steps:
             if isinstance(step, Region) and step.equation.primitive.name == "scan":
-                yield from _passes_of_block(
-                    graph, step.blocks[0], {v.id for v in values_of(step.blocks[0].outputs)}, step
-                )
+                yield from _passes_of_block(graph, step.blocks[0], step)
         return
-    first = backward.index(True)
+    first, ends = backward.index(True), {v.id for v in values_of(block.outputs)}
     is_after: set[int] = set()  # values that depend on the backward pass
     forward, pinned = [], set(ends)
     for i, (step, is_back) in enumerate(zip(block.steps, backward, strict=True)):

@@ -6,7 +6,7 @@ constraint, so that the compiler finds the layout's own collectives the cheapest
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -81,9 +81,9 @@ class Execution:
         self.axis_names = tuple(mesh.axis_names)
         self.axis_sizes = tuple(mesh.shape[name] for name in self.axis_names)
 
-    def on_mesh(self, mesh: Mesh | AbstractMesh) -> "Execution":
+    def on_mesh(self, mesh: Mesh | AbstractMesh) -> Self:
         """Returns the same function and layout on another mesh with the same axes."""
-        return Execution(self.graph, self.layout, mesh, self.path)
+        return type(self)(self.graph, self.layout, mesh, self.path)
 
     def __call__(self, *arguments: Any) -> list[Any]:
         """Runs the function; returns its flat results."""
@@ -155,10 +155,6 @@ class Execution:
 
 class PropagatedExecution(Execution):
     """A graph of which XLA's partitioner is told nothing but how operations run that it cannot partition."""
-
-    def on_mesh(self, mesh: Mesh | AbstractMesh) -> "PropagatedExecution":
-        """Returns the same function and layout on another mesh with the same axes."""
-        return PropagatedExecution(self.graph, self.layout, mesh, self.path)
 
     def fix(self, array: Any, value: Value, spec: IndexedSpec) -> Any:
         """Returns the array as it is."""

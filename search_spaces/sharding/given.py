@@ -15,6 +15,7 @@ from search_spaces.partition_specs import IndexedSpec, broadcast_specs, checked_
 from search_spaces.replay import REMAT, abstract_argument, bind, source_of, with_inner
 from search_spaces.sharding.base import GivenSpec, ShardingStrategy
 from search_spaces.sharding.graph import Graph, Operand, Value, Vertex
+from search_spaces.sharding.rules import shapes_of
 from search_spaces.sharding.tracing import INLINED_BODIES
 
 
@@ -42,14 +43,14 @@ def fits(spec: IndexedSpec, given: GivenSpec) -> bool:
 
 def is_constrained(vertex: Vertex) -> bool:
     """Returns whether the function itself says how an operation is sharded: a sharding constraint or a `shard_map`."""
-    return _primitive(vertex) in ("shard_map", "sharding_constraint")
+    return vertex.primitive in ("shard_map", "sharding_constraint")
 
 
 def constraint_of(vertex: Vertex, axis_names: Sequence[str], sizes: Sequence[int]) -> GivenSpec | None:
     """Returns what a sharding constraint asks for; None for every other vertex."""
-    if vertex.equation is None or _primitive(vertex) != "sharding_constraint":
+    if vertex.primitive != "sharding_constraint":
         return None
-    spec = getattr(vertex.equation.params["sharding"], "spec", None)
+    spec = getattr(vertex.params["sharding"], "spec", None)
     if spec is None:
         return None
     return dimensions_of(spec, len(vertex.results[0].shape), axis_names, sizes, "a sharding constraint's array")
@@ -57,9 +58,9 @@ def constraint_of(vertex: Vertex, axis_names: Sequence[str], sizes: Sequence[int
 
 def shard_map_strategy(vertex: Vertex, axis_names: Sequence[str], sizes: tuple[int, ...]) -> ShardingStrategy | None:
     """Returns the only strategy of a `shard_map`, which has its own specs; None for every other vertex."""
-    if vertex.equation is None or _primitive(vertex) != "shard_map":
+    if vertex.primitive != "shard_map":
         return None
-    params = vertex.equation.params
+    params = vertex.params
     of_map = tuple(getattr(params.get("mesh"), "axis_names", axis_names))
     if not set(of_map) <= set(axis_names):
         raise ValueError(
@@ -97,10 +98,6 @@ def axes_with_meaning(
 def rank_of(operand: Operand) -> int:
     """Returns the number of dimensions of a value or literal."""
     return len(operand.shape) if isinstance(operand, Value) else np.ndim(operand.val)
-
-
-def _primitive(vertex: Vertex) -> str:
-    return "" if vertex.equation is None else vertex.equation.primitive.name
 
 
 def check_prefix(in_shardings: Any, mesh: Mesh | AbstractMesh) -> None:
@@ -245,11 +242,7 @@ def without_context_mesh(jaxpr: core.ClosedJaxpr, mesh: Mesh | AbstractMesh) -> 
 def has_reshards(jaxpr: Any) -> bool:
     """Returns whether a jaxpr, or one inside it, has a `jax.sharding.reshard` of an array that could be split."""
     reshards = (equation for equation in with_inner(jaxpr.eqns) if equation.primitive.name == "reshard")
-    return any(_rank(equation.outvars[0]) for equation in reshards)
-
-
-def _rank(variable: Any) -> int:
-    return len(variable.aval.shape)
+    return any(shape for equation in reshards for shape in shapes_of(equation.outvars))
 
 
 def has_constraints(jaxpr: Any) -> bool:

@@ -4,13 +4,14 @@ The problem of a space has one sum of them, in which collectives that can overla
 share. Here they are apart, so that an objective combines them as it likes.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from cost.base import Problem
-from cost.edges import merge_edges
+from cost.edges import map_distinct, merge_edges
 from cost.quantities import LiveMemory, Quantities, Quantity, with_weights
 from search_spaces.sharding.base import Edge, Layout, Node
 from search_spaces.sharding.coded_sums import finished_steps
@@ -31,6 +32,8 @@ COMPUTE, HELD, BESIDE, WAITED, MEMORY = "compute_s", "held_s", "beside_s", "wait
 axis's link of collectives that arithmetic waits for. `beside_s`: `[A]` the same of those that can overlap with it, and
 `waited_s` what the step waits for them at the hardware's exposed share. `memory_bytes`: `[T]` in use over time."""
 
+_OfEdge = Callable[[Edge, Sequence[Node], NodeCosts], np.ndarray]
+
 
 def preference_problem(problem: Problem, nodes: Sequence[Node], node_costs: NodeCosts) -> Problem:
     """Returns a space's problem without its seconds: the preferences for small arguments and the memory remain."""
@@ -49,11 +52,11 @@ def step_quantities(
       problem: of the space, whose edges the quantities have.
     """
     compute, sent = _of_nodes(nodes, node_costs)
-    moved = _of_edges(problem, nodes, edges, node_costs)
-    columns = {HELD: 0, BESIDE: 1, WAITED: 2}
+    moved = _of_edges(problem, nodes, edges, node_costs, _of_edge)
     parts: dict[str, Quantity | LiveMemory] = {COMPUTE: Quantity(compute, _rounding(problem, nodes, edges, node_costs))}
-    for name, column in columns.items():
-        parts[name] = Quantity(_columns(sent, column), _columns(moved, column))
+    for column, name in enumerate((HELD, BESIDE, WAITED)):
+        of_nodes, of_edges = (map_distinct(itemgetter((..., column, slice(None))), arrays) for arrays in (sent, moved))
+        parts[name] = Quantity(of_nodes, of_edges)
     return parts | {MEMORY: LiveMemory(problem)}
 
 
@@ -127,22 +130,19 @@ def _of_node(node: Node, node_costs: NodeCosts) -> tuple[np.ndarray, np.ndarray]
 
 
 def _of_edges(
-    problem: Problem, nodes: Sequence[Node], edges: Sequence[Edge], node_costs: NodeCosts
+    problem: Problem, nodes: Sequence[Node], edges: Sequence[Edge], node_costs: NodeCosts, of_edge: _OfEdge
 ) -> list[np.ndarray]:
-    """Returns what edges send, `[S_u, S_v, held beside waited, A]` for each edge of the problem."""
+    """Returns for each edge of the problem what `of_edge` returns, which is asked once for edges that agree."""
     of_key: dict[Hashable, np.ndarray] = {}
-    shares = node_costs.shares
 
-    def sent_s(edge: Edge) -> np.ndarray:
-        key = edge_key(edge, nodes, shares)
+    def known(edge: Edge) -> np.ndarray:
+        key = edge_key(edge, nodes, node_costs.shares)
         if key not in of_key:
-            of_key[key] = _of_edge(edge, nodes, node_costs)
+            of_key[key] = of_edge(edge, nodes, node_costs)
         return of_key[key]
 
-    merged = merge_edges(
-        ((edge.node, edge.reader, sent_s(edge)) for edge in edges if edge.node != edge.reader),
-        turn=lambda sent: np.swapaxes(sent, 0, 1),
-    )
+    between = ((edge.node, edge.reader, known(edge)) for edge in edges if edge.node != edge.reader)
+    merged = merge_edges(between, turn=lambda array: np.swapaxes(array, 0, 1))
     return [merged[u, v] for u, v in np.asarray(problem.edge_nodes).reshape(-1, 2).tolist()]
 
 
@@ -150,25 +150,23 @@ def _rounding(
     problem: Problem, nodes: Sequence[Node], edges: Sequence[Edge], node_costs: NodeCosts
 ) -> list[np.ndarray]:
     """Returns the seconds in which values are rounded on their way, `[S_u, S_v]` for each edge, if any are."""
-    of_key: dict[Hashable, np.ndarray] = {}
     zeros: dict[tuple[int, int], np.ndarray] = {}
-    is_any = False
+    rounded: list[Edge] = []
 
-    def seconds(edge: Edge) -> np.ndarray:
-        nonlocal is_any
-        key = edge_key(edge, nodes, node_costs.shares)
-        if key not in of_key:
-            own = rounding_s(edge, nodes, node_costs.reshard_costs)
-            is_any = is_any or own is not None
-            shape = len(nodes[edge.node].strategies), len(nodes[edge.reader].strategies)
-            of_key[key] = zeros.setdefault(shape, np.zeros(shape)) if own is None else own
-        return of_key[key]
+    def seconds(edge: Edge, nodes: Sequence[Node], node_costs: NodeCosts) -> np.ndarray:
+        own = rounding_s(edge, nodes, node_costs.reshard_costs)
+        if own is not None:
+            rounded.append(edge)
+            return own
+        shape = len(nodes[edge.node].strategies), len(nodes[edge.reader].strategies)
+        return zeros.setdefault(shape, np.zeros(shape))
 
-    merged = merge_edges((edge.node, edge.reader, seconds(edge)) for edge in edges if edge.node != edge.reader)
-    return [merged[u, v] for u, v in np.asarray(problem.edge_nodes).reshape(-1, 2).tolist()] if is_any else []
+    of_edges = _of_edges(problem, nodes, edges, node_costs, seconds)
+    return of_edges if rounded else []
 
 
 def _of_edge(edge: Edge, nodes: Sequence[Node], node_costs: NodeCosts) -> np.ndarray:
+    """Returns what an edge sends, `[S_u, S_v, held beside waited, A]`."""
     shares, reshards = node_costs.shares, node_costs.reshard_costs
     latency, exposed = shares.latency(edge.value), shares.exposed(edge.value)
     specs = edge_specs(edge, nodes)
@@ -196,12 +194,6 @@ def _counted(link_s: np.ndarray | float, waited_s: np.ndarray | float) -> np.nda
     """Returns seconds as `[held beside waited, ...]`: what is waited for in full holds the step."""
     is_held = np.asarray(waited_s) >= np.asarray(link_s)
     return np.stack([np.where(is_held, link_s, 0), np.where(is_held, 0, link_s), np.where(is_held, 0, waited_s)])
-
-
-def _columns(arrays: Sequence[np.ndarray], column: int) -> list[np.ndarray]:
-    """Returns one column of the second to last dimension of arrays; equal arrays stay one."""
-    parts = {id(array): array[..., column, :] for array in arrays}
-    return [parts[id(array)] for array in arrays]
 
 
 class Computing(NamedTuple):

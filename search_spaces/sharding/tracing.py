@@ -27,7 +27,7 @@ from search_spaces.replay import (
     user_source,
     while_operands,
 )
-from search_spaces.sharding.graph import Block, Graph, Kind, Operand, Region, Value, Vertex
+from search_spaces.sharding.graph import Block, Graph, Kind, Operand, Region, Value, Vertex, values_of
 from search_spaces.sharding.opaque.operations import OPAQUE
 from search_spaces.sharding.own_collectives import stated_seconds
 from search_spaces.sharding.shardy import PLATFORMS, signature_of
@@ -90,9 +90,8 @@ class _Builder:
         return vertex
 
     def touch(self, operands: Sequence[Operand]) -> None:
-        for operand in operands:
-            if isinstance(operand, Value):
-                operand.last_read_at = max(operand.last_read_at, self.position)
+        for value in values_of(operands):
+            value.last_read_at = max(value.last_read_at, self.position)
 
     def add_constant(self, aval: Any, array: Any) -> Value:
         vertex = self.add_vertex("constant", None, [], [aval], 1.0, name=f"constant {len(self.constants)}")
@@ -112,12 +111,10 @@ class _Builder:
 
     def add_jaxpr(self, jaxpr: Any, inputs: Sequence[Operand], weight: float) -> Block:
         """Adds the equations of a closed or open jaxpr, with the given values bound to its invars."""
-        if isinstance(jaxpr, core.ClosedJaxpr):
-            consts = [self.add_constant(v.aval, c) for v, c in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)]
-            jaxpr = jaxpr.jaxpr
-        else:
-            consts = []
-        env: dict[Any, Operand] = dict(zip(jaxpr.constvars, consts, strict=True))
+        consts, jaxpr = getattr(jaxpr, "consts", ()), getattr(jaxpr, "jaxpr", jaxpr)
+        env: dict[Any, Operand] = {
+            v: self.add_constant(v.aval, array) for v, array in zip(jaxpr.constvars, consts, strict=True)
+        }
         env.update(zip(jaxpr.invars, inputs, strict=True))
         steps: list[Vertex | Region] = []
         for equation in jaxpr.eqns:
@@ -125,29 +122,16 @@ class _Builder:
             results = self.add_equation(equation, operands, weight, steps)
             env.update(zip(equation.outvars, results, strict=True))
         outputs = [v if isinstance(v, core.Literal) else env[v] for v in jaxpr.outvars]
-        return Block([v for v in inputs if isinstance(v, Value)], steps, outputs)
+        return Block(values_of(inputs), steps, outputs)
 
     def add_equation(
         self, equation: core.JaxprEqn, operands: list[Operand], weight: float, steps: list[Vertex | Region]
     ) -> Sequence[Operand]:
         name = equation.primitive.name
-        if name in INLINED_BODIES and INLINED_BODIES[name] in equation.params:
-            if any(getattr(sharding, "spec", None) is not None for sharding in equation.params.get("in_shardings", ())):
-                self.add_note(
-                    equation, "the shardings of this jit are not kept; give them as `in_shardings` of the search."
-                )
-            block = self.add_body(equation, equation.params[INLINED_BODIES[name]], operands, weight)
-            steps.extend(block.steps)
-            return block.outputs
-        if name == "custom_linear_solve":
-            block = self.add_body(
-                equation, equation.params["jaxprs"].solve, _solve_operands(equation, operands), weight
-            )
-            steps.extend(block.steps)
-            return block.outputs
-        implementation = self.implementation_of(equation)
-        if implementation is not None:
-            block = self.add_body(equation, implementation, operands, weight)
+        inlined = self.inlined(equation)
+        if inlined is not None:
+            inputs = _solve_operands(equation, operands) if name == "custom_linear_solve" else operands
+            block = self.add_body(equation, inlined, inputs, weight)
             for loop in (step for step in block.steps if name == "while" and isinstance(step, Region)):
                 loop.ends_by_example = True
             steps.extend(block.steps)
@@ -158,9 +142,9 @@ class _Builder:
             "cond": self.add_cond,
         }
         if name in REMAT:
-            region = self.add_remat(equation, operands, weight)
-            steps.append(region)
-            return region.blocks[0].outputs
+            block = self.add_body(equation, equation.params["jaxpr"], operands, weight)
+            steps.append(Region(equation, operands, [block], values_of(block.outputs)))
+            return block.outputs
         if name in regions:
             region = regions[name](equation, operands, weight)
             self.position += 1
@@ -179,16 +163,24 @@ class _Builder:
         steps.append(vertex)
         return vertex.results
 
+    def inlined(self, equation: core.JaxprEqn) -> Any:
+        """Returns the jaxpr that stands in the graph in place of an equation; None where the equation stays."""
+        name, params = equation.primitive.name, equation.params
+        if name == "custom_linear_solve":
+            return params["jaxprs"].solve
+        if INLINED_BODIES.get(name) not in params:
+            return self.implementation_of(equation)
+        if any(getattr(sharding, "spec", None) is not None for sharding in params.get("in_shardings", ())):
+            self.add_note(
+                equation, "the shardings of this jit are not kept; give them as `in_shardings` of the search."
+            )
+        return params[INLINED_BODIES[name]]
+
     def add_note(self, equation: core.JaxprEqn, text: str) -> None:
         """Notes something that a reader of the plan should know about an equation."""
         where = user_source(equation, self.callers)
         if f"{where}: {text}" not in self.notes:
             self.notes.append(f"{where}: {text}")
-
-    def add_remat(self, equation: core.JaxprEqn, operands: list[Operand], weight: float) -> Region:
-        block = self.add_body(equation, equation.params["jaxpr"], operands, weight)
-        results = [v for v in block.outputs if isinstance(v, Value)]
-        return Region(equation, operands, [block], results)
 
     def add_carry(self, equation: core.JaxprEqn, init: Operand, aval: Any, weight: float) -> Vertex:
         """Adds a loop's carry: its first result is what the body reads, its second what comes out of the loop."""
@@ -301,9 +293,8 @@ def build_graph(jaxpr: core.ClosedJaxpr, feedback: Sequence[int | None], names: 
         vertex.results[0].made_at = -1
         inputs.append(vertex)
     block = builder.add_jaxpr(jaxpr, [v.results[0] for v in inputs], 1.0)
-    for output in block.outputs:
-        if isinstance(output, Value):
-            output.last_read_at = builder.position
+    for output in values_of(block.outputs):
+        output.last_read_at = builder.position
     return Graph(
         builder.vertices,
         builder.values,
