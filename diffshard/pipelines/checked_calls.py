@@ -129,7 +129,7 @@ def flat_steps(
     del args, kwargs, given, arrays_of
     yield flat
     flat = [None if is_old else array for array, is_old in zip(flat, is_replaced, strict=True)]
-    counts = [1 if segments is None else segments.num_segments for segments in step.segments.arguments]
+    positions = [*step.segments.positions(), len(flat)]
     for count, batch in enumerate(batches, 2):
         first = 0
         for name, number in numbers.items():
@@ -142,7 +142,7 @@ def flat_steps(
                         f"has {array_types(arrays)}, that of the first step {types[name][1]}. Pad it or leave it out."
                     )
                 parts = [[a] if s is None else s.split(a) for a, s in zip(arrays, segments, strict=True)]
-                start = sum(counts[:first])
+                start = positions[first]
                 flat[start : start + sum(map(len, parts))] = [part for divided in parts for part in divided]
             first += number
         yield list(flat)

@@ -4,7 +4,7 @@ A cut between two trips of a scan divides the scan, before the step is put in mi
 two equations, as all others are.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -135,6 +135,11 @@ class CutStep:
             if argument is not None:
                 found[argument] = result
         return found
+
+    def donated(self, flags: Iterable[bool]) -> list[int]:
+        """Returns the flat arguments of the cut step that a result replaces, of those of the whole one with a flag."""
+        pairs = zip(self.segments.spread(flags), self.replaced, strict=True)
+        return [i for i, (is_donated, result) in enumerate(pairs) if is_donated and result is not None]
 
     def flat_arguments(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns the flat arguments of the cut step from those of the whole one: arrays, also `StagedArray`."""

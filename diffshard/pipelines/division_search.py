@@ -162,12 +162,10 @@ class DivisionSearch:
 
     def solved_division(self, stages: tuple[Stage, ...], schedule: Schedule) -> FoundDivision | None:
         """Solves the stages of a division that is given; returns None if one of them does not fit."""
-        entries, layouts = self._entries(stages, schedule), []
-        for entry in entries:
-            layout = self.known.layout(entry)
-            if layout is None:
-                return None
-            layouts.append(layout)
+        entries = self._entries(stages, schedule)
+        layouts = self.known.layouts(entries)
+        if layouts is None:
+            return None
         objective, value, later_s = self._objective(schedule), 0.0, 0.0
         assert objective.wait is not None
         for i in reversed(range(len(stages))):
@@ -177,7 +175,7 @@ class DivisionSearch:
             if i:
                 link_s = self.link_s[stages[i].start, stages[i - 1].submesh, stages[i].submesh]
                 value, later_s = float(objective.join(link_s, value)), later_s + link_s
-        return FoundDivision(stages, entries, tuple(layouts), value)
+        return FoundDivision(stages, entries, layouts, value)
 
     def simulated_s(self, schedule: Schedule, found: FoundDivision, stages_per_device: int = 1) -> float:
         """Returns the seconds of a step whose stages are solved, before their programs are planned one by one."""

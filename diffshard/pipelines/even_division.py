@@ -129,13 +129,10 @@ class EvenDivisionSearch:
 
     def _solved(self, stages: tuple[Stage, ...], kept: Sequence[int]) -> FoundDivision | None:
         entries = tuple(Entry(*stage, k) for stage, k in zip(stages, kept, strict=True))
-        layouts = []
-        for entry in entries:
-            layout = self.divisions.known.layout(entry)
-            if layout is None:
-                return None
-            layouts.append(layout)
-        found = FoundDivision(stages, entries, tuple(layouts), 0.0)
+        layouts = self.divisions.known.layouts(entries)
+        if layouts is None:
+            return None
+        found = FoundDivision(stages, entries, layouts, 0.0)
         found.bound_s = self.divisions.simulated_s(self.schedule, found, self.stages_per_device)
         return found
 

@@ -328,30 +328,27 @@ class SearchProgress:
     def tries(self, num_microbatches: int, schedule: str, number: int, count: int) -> None:
         """Notes which number of micro-batches and schedule is tried now, the one with a number from 1 of some."""
         batches = f"{num_microbatches} micro-batch{'es' if num_microbatches > 1 else ''}"
-        self._say(f"{batches}, {schedule} ({number} of {count})")
-
-    def step(self, name: str) -> None:
-        """Notes what the search does now."""
-        self._say(name)
+        self.step(f"{batches}, {schedule} ({number} of {count})")
 
     def solved(self) -> None:
         """Notes that a stage was solved."""
         self._num_solved += 1
-        self._say(self._now)
+        self.step(self._now)
 
     def found(self, seconds: float) -> None:
         """Notes the seconds of a step as a pipeline that was found."""
         self._best_s = min(self._best_s, seconds)
-        self._say(self._now)
+        self.step(self._now)
 
     def bounded(self, bound_s: float) -> None:
         """Notes the seconds that no pipeline is below."""
         self._bound_s = bound_s
-        self._say(self._now)
+        self.step(self._now)
 
-    def _say(self, now: str) -> None:
-        self._now = now
+    def step(self, name: str) -> None:
+        """Notes what the search does now."""
+        self._now = name
         solved = f"{format_count(self._num_solved, 'stage')} solved" if self._num_solved else ""
         best = f"best {format_s(self._best_s)}" if math.isfinite(self._best_s) else ""
         bound = f"bound {format_s(self._bound_s)}" if math.isfinite(self._bound_s) else ""
-        self._line.step(", ".join(part for part in (f"{self.seconds:.1f} s, {now}", solved, best, bound) if part))
+        self._line.step(", ".join(part for part in (f"{self.seconds:.1f} s, {name}", solved, best, bound) if part))

@@ -326,15 +326,8 @@ class PipelinedFunction(Generic[PlanT]):
             found.simulation.graph,
             plans.sharding,
             function_of=plans.function,
-            donate=self._donated(args, kwargs, found),
+            donate=found.step.donated(donated_arrays(self.options, args, kwargs)),
         )
-
-    def _donated(self, args: Sequence[Any], kwargs: Mapping[str, Any], found: FoundPipeline) -> list[int]:
-        """Returns the flat arguments of the cut step that are donated and replaced by a result."""
-        flags, segments = donated_arrays(self.options, args, kwargs), found.step.segments.arguments
-        counts = [1 if s is None else s.num_segments for s in segments]
-        of_step = [flag for flag, count in zip(flags, counts, strict=True) for _ in range(count)]
-        return [i for i, result in enumerate(found.step.replaced) if result is not None and of_step[i]]
 
 
 def _delayed(options: PipelineOptions) -> PipelineOptions:

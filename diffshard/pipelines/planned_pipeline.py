@@ -1,6 +1,5 @@
 """From the stages that a search chose to a plan: the shardings and programs of each stage, and where it is."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,13 +18,12 @@ from diffshard.pipelines.options import PipelineOptions, memory_limit_of, mesh_s
 from diffshard.pipelines.plans.base import PipelinePlanData, PlannedReplica, PlannedStage
 from diffshard.pipelines.plans.consistency import simulated
 from diffshard.pipelines.stage_plans import (
-    StageDevices,
     StagePlans,
     arguments_of,
-    mesh_of,
     place_stages,
     sends_s,
     split_bytes,
+    stage_devices,
 )
 from diffshard.pipelines.stage_programme import Stage
 from diffshard.pipelines.stage_run import chosen_overlap, overlap_bytes
@@ -61,6 +59,22 @@ class FoundPipeline(NamedTuple):
     staged: StagedStep
     plans: StagePlans
     simulation: Simulation
+
+
+class StagePlace(NamedTuple):
+    """A stage, and what it runs on.
+
+    Attributes:
+      stage: its layers.
+      submesh: of the cluster.
+      numbers: of its devices.
+      layout: its shardings.
+    """
+
+    stage: Stage
+    submesh: Submesh
+    numbers: Sequence[int]
+    layout: StageLayout
 
 
 def planned_pipeline(
@@ -108,17 +122,11 @@ def planned_pipeline(
         progress.is_interrupted |= layout.is_interrupted
         return layout
 
-    def solve() -> list[StageLayout]:
-        return [solve_one(i) for i in range(len(stages))]
-
-    layouts = shared_layouts(processes, staged, solve)
-    places = place_stages(cluster, [submeshes[stages[device.index(d)].submesh] for d in sorted(set(device))])
-    numbers = [places[d] for d in device]
-    devices = []
-    for stage, layout, own in zip(stages, layouts, numbers, strict=True):
-        submesh = submeshes[stage.submesh]
-        shape = mesh_shape(submesh)
-        devices.append(StageDevices(mesh_of(cluster, own, shape), cluster.hardware(submesh.kind, shape), layout))
+    layouts = shared_layouts(processes, staged, lambda: [solve_one(i) for i in range(len(stages))])
+    on = [submeshes[stage.submesh] for stage in stages]
+    of_device = place_stages(cluster, [on[device.index(d)] for d in sorted(set(device))])
+    numbers = [of_device[d] for d in device]
+    devices = [stage_devices(cluster, *one) for one in zip(on, numbers, layouts, strict=True)]
     copied = [(i, key) for i, layout in enumerate(layouts) for key in layout.copied(staged.inputs)]
     staged = with_choices(search.programs(step, copied), layouts)
     is_split = splits_backward(chosen.schedule)
@@ -127,48 +135,28 @@ def planned_pipeline(
     limit_s = progress.stage_limit_s(2 * len(stages))
     plans = StagePlans(staged, devices, processes, options, limit_s)
     progress.is_interrupted |= any(plan.status == "interrupted" for plan in plans.plans.values())
-    forward_s, backward_s = plans.pass_seconds("forward"), plans.pass_seconds("backward")
-    for i, layout in enumerate(layouts):
-        forward_s[i] += layout.offload_s
-        backward_s[i] += layout.offload_s
-    sends = [
-        (0.0, 0.0) if device[i] == device[i + 1] else sends_s(staged, cluster, i, submeshes[one], submeshes[other])
-        for i, (one, other) in enumerate(itertools.pairwise(stage.submesh for stage in stages))
-    ]
-    end_s = [layout.end_s for layout in layouts]
+    forward_s, backward_s = (
+        [s + layout.offload_s for s, layout in zip(plans.pass_seconds(kind), layouts, strict=True)]
+        for kind in ("forward", "backward")
+    )
     weights_s = plans.pass_seconds("weights") if is_split else None
-    times = StageTimes(forward_s, backward_s, [f for f, _ in sends], [b for _, b in sends], weights_s)
+    times = StageTimes(forward_s, backward_s, *sends_s(staged, cluster, on, device), weights_s)
+    end_s = [layout.end_s for layout in layouts]
     price = partial(pipeline_step, times, chosen.schedule, count, end_s, stages_per_device=each)
     overlap: Overlap = "none"
     if chosen.schedule == "2bw":
-        free = [
-            memory_limit_of(options, submeshes[stage.submesh].kind) - layout.peak_bytes
-            for stage, layout in zip(stages, layouts, strict=True)
-        ]
+        limits = (memory_limit_of(options, submesh.kind) for submesh in on)
+        free = [limit - layout.peak_bytes for limit, layout in zip(limits, layouts, strict=True)]
         overlap = chosen_overlap(staged, step.replaced, plans.sharding, free, price)
-        more = [overlap_bytes(staged, step.replaced, i, overlap, plans.sharding) for i in range(len(stages))]
-        layouts = [replace(layout, peak_bytes=layout.peak_bytes + m) for layout, m in zip(layouts, more, strict=True)]
     simulation = price(overlap).simulation
-    if is_split:
-        more = [split_bytes(staged, i, simulation.graph, plans.sharding) for i in range(len(stages))]
-        layouts = [replace(layout, peak_bytes=layout.peak_bytes + m) for layout, m in zip(layouts, more, strict=True)]
-    planned = [
-        planned_stage(
-            options,
-            chain,
-            stage,
-            submeshes[stage.submesh],
-            numbers[i],
-            layouts[i],
-            (forward_s[i], backward_s[i], end_s[i]),
-            times.sends_after(i),
-            int(simulation.in_flight[i]),
-            arguments_of(step, staged, layouts[i], i),
-            each,
-            0.0 if weights_s is None else weights_s[i],
-        )
-        for i, stage in enumerate(stages)
-    ]
+    planned = []
+    for i, place in enumerate(zip(stages, on, numbers, layouts, strict=True)):
+        more = overlap_bytes(staged, step.replaced, i, overlap, plans.sharding)
+        more += split_bytes(staged, i, simulation.graph, plans.sharding) if is_split else 0
+        layout = replace(layouts[i], peak_bytes=layouts[i].peak_bytes + more)
+        own = StagePlace(*place)._replace(layout=layout)
+        in_flight, arguments = int(simulation.in_flight[i]), arguments_of(step, staged, layout, i)
+        planned.append(planned_stage(options, chain, own, times, i, end_s[i], in_flight, arguments, each))
     _check_memory(planned)
     notes = (*chosen.notes, _KEPT_BOUND) if any(layout.recomputed for layout in layouts) else chosen.notes
     notes = (*notes, *_judged(plans)) if options.judge is not None else notes
@@ -262,34 +250,29 @@ def with_bound(plan: PipelinePlanData, bound_s: float) -> PipelinePlanData:
 def planned_stage(
     options: PipelineOptions,
     chain: LayerChain,
-    stage: Stage,
-    submesh: Submesh,
-    numbers: Sequence[int],
-    layout: StageLayout,
-    times_s: tuple[float, float, float],
-    sends_s: tuple[float, float],
+    place: StagePlace,
+    times: StageTimes,
+    number: int,
+    end_s: float,
     in_flight: int,
     arguments: tuple[Tensor, ...],
     stages_per_device: int = 1,
-    weights_s: float = 0.0,
 ) -> PlannedStage:
     """Returns a stage as a plan shows it.
 
     Args:
       options: what was asked for.
       chain: the layers of the step.
-      stage: its layers.
-      submesh: of the cluster of `options`.
-      numbers: of its devices.
-      layout: its shardings.
-      times_s: of a forward and a backward operation, and of the end of the step.
-      sends_s: of a micro-batch to the next stage, and back from it.
+      place: where it runs.
+      times: of the stages of its replica.
+      number: its place among these.
+      end_s: of the end of the step.
       in_flight: how many micro-batches it keeps at most.
       arguments: those that it keeps.
       stages_per_device: how many stages share the memory of its devices.
-      weights_s: of the gradients of its weights, where they are computed apart.
     """
-    forward_s, backward_s, end_s = times_s
+    stage, submesh, numbers, layout = place
+    send_forward_s, send_backward_s = times.sends_after(number)
     return PlannedStage(
         first_layer=stage.start,
         last_layer=stage.end - 1,
@@ -297,11 +280,11 @@ def planned_stage(
         hardware=options.cluster.kinds[submesh.kind].name,
         mesh_axes=mesh_shape(submesh),
         devices=tuple(numbers),
-        forward_s=forward_s,
-        backward_s=backward_s,
+        forward_s=float(times.forward_s[number]),
+        backward_s=float(times.backward_s[number]),
         end_s=end_s,
-        send_forward_s=sends_s[0],
-        send_backward_s=sends_s[1],
+        send_forward_s=send_forward_s,
+        send_backward_s=send_backward_s,
         in_flight=in_flight,
         peak_bytes=layout.peak_bytes,
         memory_limit_bytes=float(memory_limit_of(options, submesh.kind)) / stages_per_device,
@@ -313,7 +296,7 @@ def planned_stage(
         offloaded_bytes=layout.offloaded_bytes,
         offload_s=layout.offload_s,
         arguments=arguments,
-        weights_s=weights_s,
+        weights_s=0.0 if times.weights_s is None else float(times.weights_s[number]),
     )
 
 

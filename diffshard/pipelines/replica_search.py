@@ -7,7 +7,6 @@ Weights go out to the other replicas while the main one computes already, and su
 replica's hosts send to one replica after the other.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -253,10 +252,7 @@ def _times(
     cluster: Cluster, staged: StagedStep, layouts: Sequence[StageLayout], submeshes: Sequence[Submesh], count: int
 ) -> StageTimes:
     seconds = np.array([(layout.seconds - layout.end_s) / count for layout in layouts])
-    sends = [sends_s(staged, cluster, i, one, other) for i, (one, other) in enumerate(itertools.pairwise(submeshes))]
-    return StageTimes(
-        seconds * (1 - BACKWARD_SHARE), seconds * BACKWARD_SHARE, [f for f, _ in sends], [b for _, b in sends]
-    )
+    return StageTimes(seconds * (1 - BACKWARD_SHARE), seconds * BACKWARD_SHARE, *sends_s(staged, cluster, submeshes))
 
 
 def _of_kind(options: PipelineOptions, kind: int) -> PipelineOptions:

@@ -3,10 +3,9 @@
 Pipelines of plans that are there already take the same way: their decisions are taken, and nothing is searched.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from cost.clusters import Submesh
 from cost.pipeline_schedules import graph_of
@@ -21,9 +20,10 @@ from diffshard.pipelines.decisions import (
     planned_facts,
     shared_layouts,
 )
-from diffshard.pipelines.options import PipelineOptions, SearchProgress, mesh_shape
+from diffshard.pipelines.options import PipelineOptions, SearchProgress
 from diffshard.pipelines.planned_pipeline import (
     FoundPipeline,
+    StagePlace,
     cluster_words,
     planned_pipeline,
     planned_stage,
@@ -37,7 +37,7 @@ from diffshard.pipelines.replica_search import (
     sums_in_s,
     weights_out_s,
 )
-from diffshard.pipelines.stage_plans import StageDevices, StagePlans, arguments_of, mesh_of, place_stages, sends_s
+from diffshard.pipelines.stage_plans import StagePlans, arguments_of, place_stages, sends_s, stage_devices
 from diffshard.pipelines.stage_search import StageLayout
 from diffshard.pipelines.stage_variants import StageVariants
 from diffshard.pipelines.step_search import StepSearch
@@ -45,23 +45,6 @@ from diffshard.plans.documents import DAMAGE
 from diffshard.processes import Processes
 from search_spaces.pipelines.replicas import replica_part, replica_specs, replicated_step
 from search_spaces.pipelines.stage_programs import StagedStep, staged_step
-
-
-class _Place(NamedTuple):
-    """A stage of a replica, and what it runs on.
-
-    Attributes:
-      replica, stage: its numbers.
-      submesh: of the cluster.
-      numbers: of its devices.
-      layout: its shardings.
-    """
-
-    replica: int
-    stage: int
-    submesh: Submesh
-    numbers: Sequence[int]
-    layout: StageLayout
 
 
 def planned_replicas(
@@ -87,44 +70,42 @@ def planned_replicas(
     base, step = search.staged([stage.start for stage in chosen.stages])
     places = _places(options, search, chosen, base, step, processes)
     steps = []
-    for r in range(len(chosen.replicas)):
-        copied = [(p.stage, key) for p in places if p.replica == r for key in p.layout.copied(base.inputs)]
+    for own in places:
+        copied = [(i, key) for i, place in enumerate(own) for key in place.layout.copied(base.inputs)]
         steps.append(staged_step(step.parts, step.cuts, copied))
     plans = _planned_programs(options, search, places, steps, processes)
-    times = _times(options, base, chosen, plans)
-    exchanges = _exchanges(options, replica_part(base), chosen, places)
+    exchanges = _exchanges(options, replica_part(base), places)
     seconds = [
         replica_part_s(of_replica, schedule, count, sum(exchange))
-        for of_replica, exchange in zip(times, exchanges, strict=True)
+        for of_replica, exchange in zip(_times(options, base, places, plans), exchanges, strict=True)
     ]
     counts = balanced_microbatches(seconds, count)
     staged = plans.staged = replicated_step(steps, counts)
+    times = _times(options, base, places, plans)  # again: some totals are as large as a replica's micro-batches
     graphs = [graph_of(schedule, size, m) for m in counts]
-    in_flight = [simulate(*pair).in_flight for pair in zip(times, graphs, strict=True)]
-    forward_s, backward_s = plans.pass_seconds("forward"), plans.pass_seconds("backward")
+    in_flight = [simulate(*pair).in_flight.tolist() for pair in zip(times, graphs, strict=True)]
     planned = [
-        planned_stage(
-            options,
-            search.chain,
-            chosen.stages[p.stage],
-            p.submesh,
-            p.numbers,
-            p.layout,
-            (forward_s[n], backward_s[n], 0.0 if p.replica else p.layout.end_s),
-            times[p.replica].sends_after(p.stage),
-            int(in_flight[p.replica][p.stage]),
-            () if p.replica else arguments_of(step, staged, p.layout, p.stage),
+        tuple(
+            planned_stage(
+                options,
+                search.chain,
+                place,
+                times[r],
+                i,
+                0.0 if r else place.layout.end_s,
+                in_flight[r][i],
+                () if r else arguments_of(step, staged, place.layout, i),
+            )
+            for i, place in enumerate(own)
         )
-        for n, p in enumerate(places)
+        for r, own in enumerate(places)
     ]
-    others = [
-        PlannedReplica(counts[r], tuple(planned[r * size : (r + 1) * size]), *exchanges[r])
-        for r in range(1, len(steps))
-    ]
+    others = [PlannedReplica(counts[r], planned[r], *exchanges[r]) for r in range(1, len(steps))]
     plan = predicted_plan(
-        options, search, schedule, planned[:size], others, tried=unreplicated.tried, notes=unreplicated.notes
+        options, search, schedule, planned[0], others, tried=unreplicated.tried, notes=unreplicated.notes
     )
-    sends = zip(*(times[p.replica].sends_after(p.stage) for p in places[:-1]), strict=True)
+    forward_s, backward_s = plans.pass_seconds("forward"), plans.pass_seconds("backward")
+    sends = zip(*[of_replica.sends_after(i) for of_replica in times for i in range(size)][:-1], strict=True)
     simulation = simulate(StageTimes(forward_s, backward_s, *map(list, sends)), joined_graph(graphs))
     return FoundPipeline(plan, step, staged, plans, simulation)
 
@@ -136,13 +117,13 @@ def _places(
     base: StagedStep,
     step: CutStep,
     processes: Processes,
-) -> list[_Place]:
-    """Returns all stages of all replicas, those of the main one first, with the shardings found for them.
+) -> list[list[StagePlace]]:
+    """Returns where the stages of each replica run, those of the main one first, with the shardings found for them.
 
     Raises:
       InfeasibleError: a stage does not fit.
     """
-    part = replica_part(base)
+    part, size = replica_part(base), len(chosen.stages)
     wanted = [(r, i, s) for r, replica in enumerate(chosen.replicas) for i, s in enumerate(replica.submeshes)]
     limit_s = search.progress.stage_limit_s(3 * len(wanted))  # each has two programs as well
 
@@ -157,51 +138,53 @@ def _places(
 
     layouts = shared_layouts(processes, base, lambda: [solved(*one) for one in wanted])
     numbers = place_stages(options.cluster, [submesh for _, _, submesh in wanted])
-    return [_Place(*one, own, layout) for one, own, layout in zip(wanted, numbers, layouts, strict=True)]
+    rows = zip(wanted, numbers, layouts, strict=True)
+    flat = [StagePlace(chosen.stages[i], submesh, own, layout) for (_, i, submesh), own, layout in rows]
+    return [flat[first : first + size] for first in range(0, len(flat), size)]
 
 
 def _planned_programs(
     options: PipelineOptions,
     search: StepSearch,
-    places: Sequence[_Place],
+    places: Sequence[Sequence[StagePlace]],
     steps: Sequence[StagedStep],
     processes: Processes,
 ) -> StagePlans:
     """Plans the programs of all stages, which are the same however many micro-batches each replica takes."""
-    cluster, devices = options.cluster, []
-    for p in places:
-        shape = mesh_shape(p.submesh)
-        named = replace(p.layout, specs=replica_specs(p.layout.specs, steps[p.replica], p.replica))
-        devices.append(StageDevices(mesh_of(cluster, p.numbers, shape), cluster.hardware(p.submesh.kind, shape), named))
+    devices = []
+    for r, (own, staged) in enumerate(zip(places, steps, strict=True)):
+        for _, submesh, numbers, layout in own:
+            named = replace(layout, specs=replica_specs(layout.specs, staged, r))
+            devices.append(stage_devices(options.cluster, submesh, numbers, named))
     counts = [search.num_microbatches - len(steps) + 1, *[1] * (len(steps) - 1)]
-    limit_s = search.progress.stage_limit_s(2 * len(places))
+    limit_s = search.progress.stage_limit_s(2 * len(devices))
     return StagePlans(replicated_step(steps, counts), devices, processes, options, limit_s)
 
 
-def _times(options: PipelineOptions, base: StagedStep, chosen: ChosenReplicas, plans: StagePlans) -> list[StageTimes]:
+def _times(
+    options: PipelineOptions, base: StagedStep, places: Sequence[Sequence[StagePlace]], plans: StagePlans
+) -> list[StageTimes]:
     """Returns the seconds of a micro-batch in the stages of each replica, and between them."""
-    size, found = len(chosen.stages), []
-    forward_s, backward_s = plans.pass_seconds("forward"), plans.pass_seconds("backward")
-    for r, replica in enumerate(chosen.replicas):
-        own, pairs = slice(r * size, (r + 1) * size), enumerate(itertools.pairwise(replica.submeshes))
-        sends = [sends_s(base, options.cluster, i, *pair) for i, pair in pairs]
-        found.append(StageTimes(forward_s[own], backward_s[own], [f for f, _ in sends], [b for _, b in sends]))
+    forward_s, backward_s, found = plans.pass_seconds("forward"), plans.pass_seconds("backward"), []
+    for r, own in enumerate(places):
+        stages = slice(r * len(own), (r + 1) * len(own))
+        sends = sends_s(base, options.cluster, [place.submesh for place in own])
+        found.append(StageTimes(forward_s[stages], backward_s[stages], *sends))
     return found
 
 
 def _exchanges(
-    options: PipelineOptions, part: StagedStep, chosen: ChosenReplicas, places: Sequence[_Place]
+    options: PipelineOptions, part: StagedStep, places: Sequence[Sequence[StagePlace]]
 ) -> list[tuple[float, float]]:
     """Returns for each replica the seconds until it has the weights, and those of bringing its sums.
 
     Both are 0 for the main one. The main replica's hosts send to one replica after the other.
     """
-    main, *others = chosen.replicas
+    main, *others = ([place.submesh for place in own] for own in places)
     exchanges = [(0.0, 0.0)]
-    for r, replica in enumerate(others, 1):
-        layouts = [p.layout for p in places if p.replica == r]
-        weights_s = weights_out_s(options.cluster, part, layouts, main.submeshes, replica.submeshes)
-        sums_s = sums_in_s(options.cluster, part, main.submeshes, replica.submeshes)
+    for own, submeshes in zip(places[1:], others, strict=True):
+        weights_s = weights_out_s(options.cluster, part, [place.layout for place in own], main, submeshes)
+        sums_s = sums_in_s(options.cluster, part, main, submeshes)
         exchanges.append((weights_s * len(others), sums_s * len(others)))
     return exchanges
 

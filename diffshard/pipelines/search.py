@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from cost.pipeline_schedules import Schedule
 from diffshard.base import Deadline, InfeasibleError, PlanError
@@ -48,7 +48,6 @@ from diffshard.plans.formats import format_s
 from diffshard.processes import Processes
 from diffshard.sharding_search.fingerprints import digest_of
 
-T = TypeVar("T")
 _OF_SEARCH: dict[str, Any] = {"bound_s": 0.0, "tried": (), "notes": (), "estimate_s": 0.0}
 """What a search says of the stages that it chose, without the stages."""
 _MOST_PLANNED = 4
@@ -161,7 +160,7 @@ def _best_planned(
         wanted = one.num_microbatches, one.num_groups
         search = next(search for search in searches if (search.num_microbatches, search.num_groups) == wanted)
         recording = RecordingProcesses(processes.indices)
-        one = recording.shared(CHOOSE_STAGES, partial(_same, one), kind=ChosenPipeline)
+        one = recording.shared(CHOOSE_STAGES, lambda one=one: one, kind=ChosenPipeline)
         try:
             found = planned_pipeline(options, search, one, recording, None if number else given)
         except InfeasibleError as error:  # the start was made for more memory, or its split programs need more
@@ -219,7 +218,7 @@ def _faster_with_replicas(
         of_number = next(s for s in ungrouped if s.num_microbatches == chosen.num_microbatches)
         try:
             recording = RecordingProcesses(processes.indices)
-            chosen = recording.shared(CHOOSE_REPLICAS, partial(_same, chosen), kind=ChosenReplicas)
+            chosen = recording.shared(CHOOSE_REPLICAS, lambda one=chosen: one, kind=ChosenReplicas)
             replicated = planned_replicas(options, of_number, chosen, found.plan, recording)
             replicated = with_decisions(replicated, recording)
             best = min(found, replicated, key=lambda pipeline: pipeline.plan.step_s)
@@ -363,7 +362,15 @@ def _steps(options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, A
     pipeline, steps, errors, given = options.pipeline, [], [], given_arrays(options, args, kwargs)
     for count, num_groups in itertools.product(pipeline.microbatch_counts, _group_counts(options)):
         try:
-            step = _uncut_step(options, count, num_groups, args, kwargs)
+            step = uncut_step(
+                options.fn,
+                count * num_groups,
+                pipeline.batch,
+                args,
+                kwargs,
+                num_groups,
+                batch_means=pipeline.batch_means,
+            )
             steps.append(replace(step, given=given))
         except ValueError as error:
             errors.append(error)
@@ -376,22 +383,9 @@ def _steps(options: PipelineOptions, args: Sequence[Any], kwargs: Mapping[str, A
     return steps
 
 
-def _uncut_step(
-    options: PipelineOptions, count: int, num_groups: int, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> UncutStep:
-    pipeline = options.pipeline
-    return uncut_step(
-        options.fn, count * num_groups, pipeline.batch, args, kwargs, num_groups, batch_means=pipeline.batch_means
-    )
-
-
 def _group_counts(options: PipelineOptions) -> list[int]:
     """Returns the numbers of groups of examples to try: 1, and the sizes of meshes and their axes."""
     ways = options.pipeline.gradient_reductions
     submeshes = options.cluster.submeshes()
     sizes = {submesh.num_devices for submesh in submeshes}.union(*(mesh_shape(s).values() for s in submeshes))
     return [*([1] if "each_microbatch" in ways else []), *(sorted(sizes - {1}) if "once" in ways else [])]
-
-
-def _same(made: T) -> T:
-    return made

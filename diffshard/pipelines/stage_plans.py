@@ -4,9 +4,9 @@ The layout of a whole stage (`stage_search`) says how it stores every array that
 another. With these fixed, the forward and the backward program are planned each for itself.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from cost.pipeline_schedules import BACKWARD, FORWARD, WEIGHTS, ScheduleGraph, i
 from diffshard.base import InfeasibleError
 from diffshard.pipelines.copies import bytes_each, transfer_shardings
 from diffshard.pipelines.cutting import CutStep
-from diffshard.pipelines.options import PipelineOptions
+from diffshard.pipelines.options import PipelineOptions, mesh_shape
 from diffshard.pipelines.stage_search import StageLayout
 from diffshard.plans.base import Tensor
 from diffshard.processes import Processes
@@ -76,8 +76,26 @@ def mesh_of(cluster: Cluster, numbers: Sequence[int], shape: Mapping[str, int]) 
     return Mesh(np.array([flat[n] for n in numbers]).reshape(tuple(shape.values())), tuple(shape))
 
 
-def sends_s(staged: StagedStep, cluster: Cluster, i: int, one: Submesh, other: Submesh) -> tuple[float, float]:
-    """Returns the seconds of what a micro-batch sends from stage i to the next and back."""
+def sends_s(
+    staged: StagedStep, cluster: Cluster, submeshes: Sequence[Submesh], devices: Sequence[int] = ()
+) -> tuple[list[float], list[float]]:
+    """Returns the seconds of what a micro-batch sends from each stage to the next and back, `[S - 1]` both.
+
+    Args:
+      submeshes: `[S]`, of the stages.
+      devices: `[S]`, numbers that are equal for stages on the same devices, which send each other nothing; by default
+        there are none.
+    """
+    forward, backward = ([0.0] * (len(submeshes) - 1) for _ in range(2))
+    for i, (one, other) in enumerate(itertools.pairwise(submeshes)):
+        if not devices or devices[i] != devices[i + 1]:
+            sent, returned = _sent_bytes(staged, i)
+            forward[i], backward[i] = cluster.link_s(sent, one, other), cluster.link_s(returned, other, one)
+    return forward, backward
+
+
+def _sent_bytes(staged: StagedStep, i: int) -> tuple[float, float]:
+    """Returns the bytes that a micro-batch sends from stage i to the next and back."""
     forward = backward = 0.0
     for key, label in staged.makers.items():
         for target in staged.readers.get(key, frozenset()) - {label.stage}:
@@ -85,7 +103,7 @@ def sends_s(staged: StagedStep, cluster: Cluster, i: int, one: Submesh, other: S
                 forward += num_bytes(staged.avals[key])
             if label.kind == "backward" and target <= i < label.stage and not isinstance(key, tuple):
                 backward += num_bytes(staged.avals[key])
-    return cluster.link_s(forward, one, other), cluster.link_s(backward, other, one)
+    return forward, backward
 
 
 def split_bytes(
@@ -110,7 +128,7 @@ def split_bytes(
     before, after = total(backward | weights, "forward"), total(weights, "forward", "backward")
     change = {FORWARD: before, BACKWARD: after - before, WEIGHTS: -after}
     kinds = graph.kind[(graph.stage == stage)].tolist()
-    most = max(accumulate(change.get(kind, 0) for kind in kinds))
+    most = max(itertools.accumulate(change.get(kind, 0) for kind in kinds))
     return most - int(in_flight(graph)[stage]) * before
 
 
@@ -135,6 +153,12 @@ class StageDevices(NamedTuple):
     mesh: Mesh | AbstractMesh
     hardware: Hardware
     layout: StageLayout
+
+
+def stage_devices(cluster: Cluster, submesh: Submesh, numbers: Sequence[int], layout: StageLayout) -> StageDevices:
+    """Returns what a stage runs on, by the numbers of its devices in a cluster, and how."""
+    shape = mesh_shape(submesh)
+    return StageDevices(mesh_of(cluster, numbers, shape), cluster.hardware(submesh.kind, shape), layout)
 
 
 class StagePlans:

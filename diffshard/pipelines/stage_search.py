@@ -342,6 +342,16 @@ class SolvedStages:
             self.solved.append((entry, layout))
         return layout
 
+    def layouts(self, entries: Iterable[Entry]) -> tuple[StageLayout, ...] | None:
+        """Returns the layouts of stages; None if one of them does not fit."""
+        found: list[StageLayout] = []
+        for entry in entries:
+            layout = self.layout(entry)
+            if layout is None:
+                return None
+            found.append(layout)
+        return tuple(found)
+
     def known(self, entry: Entry) -> Any:
         """Returns the layout of a stage, None if it does not fit, or `UNKNOWN`.
 

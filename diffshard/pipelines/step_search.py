@@ -307,13 +307,11 @@ class StepSearch:
     def least_layer_s(self, submesh: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns lower bounds on a micro-batch and the end of a step in each layer on a submesh, `[L]` both."""
         if submesh not in self._least:
-            self._least[submesh] = self._bounded_layer_s(submesh)
+            shape = mesh_shape(self.submeshes[submesh])
+            mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+            hardware = self.options.cluster.hardware(self.submeshes[submesh].kind, shape)
+            self._least[submesh] = self.layer_bounds.seconds(mesh, hardware)
         return self._least[submesh]
-
-    def _bounded_layer_s(self, submesh: int) -> tuple[np.ndarray, np.ndarray]:
-        shape = mesh_shape(self.submeshes[submesh])
-        mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
-        return self.layer_bounds.seconds(mesh, self.options.cluster.hardware(self.submeshes[submesh].kind, shape))
 
     def staged(self, starts: Sequence[int]) -> tuple[StagedStep, CutStep]:
         """Cuts the step before some layers."""
@@ -328,8 +326,6 @@ class StepSearch:
         """
         staged = staged_step(cut.parts, cut.cuts, copied)
         if any(spec is not None for spec in self.step.given):
-            counts = (1 if s is None else s.num_segments for s in cut.segments.arguments)
-            given = [spec for spec, count in zip(self.step.given, counts, strict=True) for _ in range(count)]
-            pairs = zip(staged.inputs, given, strict=True)
+            pairs = zip(staged.inputs, cut.segments.spread(self.step.given), strict=True)
             staged = replace(staged, given={key: spec for key, spec in pairs if spec is not None})
         return in_groups(staged)

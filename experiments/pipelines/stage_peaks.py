@@ -151,15 +151,12 @@ def measure(name: str, model: Model, num_stages: int, schedule: Schedule, device
     """Plans and compiles a model in stages, as `evenly_cut`, and returns the peaks of all of them."""
     found, search = evenly_cut(model, num_stages, schedule, devices)
     flags = donated_arrays(search.options, abstract_arguments(model), {})
-    segments = found.step.segments.arguments
-    counts = [1 if s is None else s.num_segments for s in segments]
-    donated = [flag for flag, count in zip(flags, counts, strict=True) for _ in range(count)]
     calls = StageCalls(
         found.staged,
         [stage.mesh for stage in found.plans.stages if isinstance(stage.mesh, Mesh)],
         found.plans.sharding,
         found.plans.function,
-        [i for i, result in enumerate(found.step.replaced) if result is not None and donated[i]],
+        found.step.donated(flags),
     )
     compiled = stage_memory(calls, graph_of(found.plan.schedule, num_stages, NUM_MICROBATCHES))
     return [

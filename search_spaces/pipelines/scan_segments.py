@@ -13,7 +13,7 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -125,8 +125,11 @@ class Segments:
 
     def positions(self) -> list[int]:
         """Returns for each flat argument of the whole step the position of its first array in the divided one."""
-        counts = [1 if s is None else s.num_segments for s in self.arguments]
-        return list(itertools.accumulate(counts, initial=0))[:-1]
+        return list(itertools.accumulate(map(_count, self.arguments), initial=0))[:-1]
+
+    def spread(self, of_arguments: Iterable[Any]) -> list[Any]:
+        """Returns for each argument of the divided step what belongs to the flat argument that it is a part of."""
+        return [x for x, s in zip(of_arguments, self.arguments, strict=True) for _ in range(_count(s))]
 
     def split_shapes(self, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
         """Returns the shapes of the arguments of the divided step from the arguments of the whole one."""
@@ -141,15 +144,18 @@ class Segments:
         """Yields for each flat result of the whole step how it is divided, and its arrays."""
         rest = iter(arrays)
         for segments in self.results:
-            yield segments, list(itertools.islice(rest, 1 if segments is None else segments.num_segments))
+            yield segments, list(itertools.islice(rest, _count(segments)))
 
     def divided_feedback(self, feedback: Sequence[int | None]) -> list[int | None]:
         """Returns for each result of the divided step the argument that it replaces, from those of the whole one."""
         positions, divided = self.positions(), []
         for replaced, segments in zip(feedback, self.results, strict=True):
-            count = 1 if segments is None else segments.num_segments
-            divided += [None if replaced is None else positions[replaced] + i for i in range(count)]
+            divided += [None if replaced is None else positions[replaced] + i for i in range(_count(segments))]
         return divided
+
+
+def _count(segments: ArraySegments | None) -> int:
+    return 1 if segments is None else segments.num_segments
 
 
 class SegmentedProgram(NamedTuple):
