@@ -230,10 +230,8 @@ class _Dispatch:
 
     def without_data(self, key: Key) -> jax.Array:
         """Returns a result of a stage of other processes: it has a shape and a sharding, but no data here."""
-        homes = dict(zip(self._calls.staged.inputs, self._calls.staged.homes, strict=True))
-        stage = homes[key] if key in homes else self._calls.staged.makers[key].stage
         aval = self._calls.staged.avals[key]
-        sharding = self._calls.sharding(stage, key)
+        sharding = self._calls.sharding(self._calls.staged.stage_of(key), key)
         return jax.make_array_from_single_device_arrays(aval.shape, sharding, [], dtype=aval.dtype)
 
     def _in_form(self, array: Any, stage: int, sharding: NamedSharding) -> Any:

@@ -57,8 +57,7 @@ class StageFunction:
         made |= {a.total for program in self.programs.values() for a in program.accumulations}
         reads = dict.fromkeys(key for program in self.programs.values() for key in program.reads)
         inputs = {key: position for position, key in enumerate(staged.inputs)}
-        homes = zip(staged.inputs, staged.homes, strict=True)
-        own = made | {key for key, home in homes if home == stage and key in reads}
+        own = made | {key for key, home in staged.home_of.items() if home == stage and key in reads}
         self.result_of = {  # of the arguments that this stage keeps and replaces; by others, as previous versions are
             key: staged.outputs[result]
             for key, position in inputs.items()
@@ -262,7 +261,7 @@ class _Lifetimes:
         function = self.function
         finished = {key for label, p in function.programs.items() if label.kind == "finish" for key in p.reads}
         begin_end = min((v.position for v in self.graph.vertices if function.is_each(v)), default=0) - 1
-        homes = dict(zip(function.staged.inputs, function.staged.homes, strict=True))
+        homes = function.staged.home_of
         for key, value in self.inputs:
             if key in homes and homes[key] != function.stage and key in function.read and key not in finished:
                 self.graph.stored_until[value.id] = self.ends["backward"] if key in read else begin_end

@@ -17,8 +17,10 @@ from cost.pipeline_steps import Overlap, PipelineStep, overlapped_operations
 from diffshard.pipelines.copies import bytes_each
 from diffshard.pipelines.stage_calls import Leaving, StageCall, StageCalls
 from search_spaces.pipelines.batch_states import Split
-from search_spaces.pipelines.stage_labels import NUMBER, Key, Label
+from search_spaces.pipelines.stage_labels import NUMBER, Key, Label, ProgramKind
 from search_spaces.pipelines.stage_programs import StagedStep
+
+_PROGRAMS: dict[int, ProgramKind] = {FORWARD: "forward", BACKWARD: "backward", WEIGHTS: "weights"}
 
 
 class Actions(Protocol):
@@ -101,12 +103,8 @@ class StageRun:
 
     def operation(self, kind: int, stage: int, microbatch: int) -> None:
         """Runs a program of a micro-batch; does nothing for transfers, which programs start."""
-        if kind == FORWARD:
-            self._program(Label("forward", stage), microbatch)
-        if kind == BACKWARD:
-            self._program(Label("backward", stage), microbatch)
-        if kind == WEIGHTS:
-            self._program(Label("weights", stage), microbatch)
+        if kind in _PROGRAMS:
+            self._program(Label(_PROGRAMS[kind], stage), microbatch)
         if kind == (WEIGHTS if self._staged.has_split_backward else BACKWARD):
             self._parts.pop((stage, microbatch), None)
 
@@ -130,8 +128,7 @@ class StageRun:
         key = self._staged.outputs[number]
         if isinstance(key, core.Literal):
             return key.val
-        homes = dict(zip(self._staged.inputs, self._staged.homes, strict=True))
-        return self._kept[homes[key] if key in homes else self._staged.makers[key].stage][key]
+        return self._kept[self._staged.stage_of(key)][key]
 
     def arrays_of(self, stage: int) -> Iterator[tuple[str, Any]]:
         """Yields the arrays that a stage has between programs, and what each is of: "step", "sum" or "micro-batch"."""

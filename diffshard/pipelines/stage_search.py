@@ -207,11 +207,10 @@ def _given_to(function: StageFunction, mesh: AbstractMesh) -> Any:
     staged = function.staged
     if not staged.given:
         return None
-    homes = dict(zip(staged.inputs, staged.homes, strict=True))
     axes = {str(name): size for name, size in mesh.shape.items()}
 
     def given(key: Key) -> PartitionSpec | None:
-        spec = staged.given.get(key) if homes[key] == function.stage else None
+        spec = staged.given.get(key) if staged.home_of[key] == function.stage else None
         if spec is None:
             return None
         shape = staged.avals[key].shape

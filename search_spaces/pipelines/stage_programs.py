@@ -81,6 +81,11 @@ class StagedStep:
     given: Mapping[Key, PartitionSpec] = field(default_factory=dict)
 
     @cached_property
+    def home_of(self) -> dict[Key, int]:
+        """For each argument the stage that keeps it, by its key."""
+        return dict(zip(self.inputs, self.homes, strict=True))
+
+    @cached_property
     def makers(self) -> dict[Key, Label]:
         """For each key that a program makes its label; of several programs that begin a step the first one's."""
         found: dict[Key, Label] = {}
@@ -98,6 +103,10 @@ class StagedStep:
             for key in program.reads:
                 found[key].add(label.stage)
         return {key: frozenset(stages) for key, stages in found.items()}
+
+    def stage_of(self, key: Key) -> int:
+        """Returns the stage that has an array of the whole step: it keeps the argument, or makes the result."""
+        return self.home_of[key] if key in self.home_of else self.makers[key].stage
 
     @property
     def has_split_backward(self) -> bool:

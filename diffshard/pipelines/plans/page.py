@@ -6,17 +6,14 @@ from collections.abc import Mapping
 from diffshard.pipelines.plans.base import PipelinePlanData, PlannedStage
 from diffshard.pipelines.plans.schedule_drawing import Exchange, schedule_elements
 from diffshard.pipelines.plans.text import (
-    OFFLOADED_TITLE,
-    RECOMPUTED_TITLE,
+    RESIDUALS,
     STAGE_HEAD,
     TRIED_TITLE,
     format_pipeline_plan,
     layer_range,
     micro_batches,
-    offloaded_words,
     overlap_words,
     pipeline_verdict,
-    recomputed_words,
     reduction_words,
     replica_plans,
     schedule_words,
@@ -116,11 +113,12 @@ def _memory(number: int, stage: PlannedStage) -> str:
         ("weights, state and working memory", stage.peak_bytes - kept, format_bytes(stage.peak_bytes - kept), COMPUTE),
         (f"residuals of {micro_batches(stage.in_flight)} in flight", kept, format_bytes(kept), _RESIDUALS),
     ]
-    words = recomputed_words(stage)
-    again = f"<div class=dim>{escape(RECOMPUTED_TITLE)}: {escape(words)}</div>" if words else ""
-    words = offloaded_words(stage)
-    away = f"<div class=dim>{escape(OFFLOADED_TITLE)}: {escape(words)}</div>" if words else ""
-    return f"<h3>stage {number} <span class=dim>of {format_bytes(limit)}</span></h3>{bar(pieces, whole)}{again}{away}"
+    others = "".join(
+        f"<div class=dim>{escape(title)}: {escape(words)}</div>"
+        for title, words_of in RESIDUALS
+        if (words := words_of(stage))
+    )
+    return f"<h3>stage {number} <span class=dim>of {format_bytes(limit)}</span></h3>{bar(pieces, whole)}{others}"
 
 
 def _arguments(plan: PipelinePlanData) -> str:

@@ -23,8 +23,6 @@ from diffshard.plans.formats import (
 STAGE_HEAD = ("stage", "layers", "begins at", "devices", "mesh", "memory of a device")
 _TIME_HEAD = ("stage", "forward", "backward", "send on", "send back", "in flight", "all of them", "end of step")
 TIME_TITLE = "One micro-batch on each stage; how many are in flight, with what each keeps; all of them"
-RECOMPUTED_TITLE = "Made again in the backward pass, rather than kept"
-OFFLOADED_TITLE = "In memory of the host until the backward pass reads it"
 TRIED_TITLE = "Tried: seconds of a step, before the programs of the stages were planned one by one"
 _SCHEDULES = {
     "gpipe": "all forward operations first",
@@ -46,12 +44,9 @@ def format_pipeline_plan(plan: PipelinePlanData) -> str:
         _table(f"Stages: {layers}", stage_rows(plan), (0,)),
         _time_table(plan),
     ]
-    again = [(i, words) for i, stage in enumerate(plan.stages) if (words := recomputed_words(stage))]
-    if again:
-        parts.append("\n".join([RECOMPUTED_TITLE, *(f"  stage {i}: {words}" for i, words in again)]))
-    away = [(i, words) for i, stage in enumerate(plan.stages) if (words := offloaded_words(stage))]
-    if away:
-        parts.append("\n".join([OFFLOADED_TITLE, *(f"  stage {i}: {words}" for i, words in away)]))
+    for title, words_of in RESIDUALS:
+        lines = [f"  stage {i}: {words}" for i, stage in enumerate(plan.stages) if (words := words_of(stage))]
+        parts += ["\n".join([title, *lines])] if lines else []
     for title, words, replica in replica_plans(plan):
         parts.append("\n".join(wrapped(f"{title}: {words}")))
         parts.append(_table("Its stages", stage_rows(replica), (0,)))
@@ -157,6 +152,13 @@ def offloaded_words(stage: PlannedStage) -> str:
     return f"{arrays}, {size} of each micro-batch on a device; {seconds} there, and as long back"
 
 
+RESIDUALS = (
+    ("Made again in the backward pass, rather than kept", recomputed_words),
+    ("In memory of the host until the backward pass reads it", offloaded_words),
+)
+"""What becomes of residuals that are not kept: a title, and what says it of a stage."""
+
+
 def micro_batches(number: int) -> str:
     """Writes a number of micro-batches: `1 micro-batch`, `8 micro-batches`."""
     return f"{number:,} micro-batch{'es' if number != 1 else ''}"
@@ -221,26 +223,18 @@ def short_source(source: str) -> str:
 
 
 def _header(plan: PipelinePlanData) -> str:
-    lines = [
-        *wrapped(f"Pipeline of {pipeline_headline(plan)}", "", "  "),
-        "",
-        *wrapped(
-            f"{format_s(plan.step_s)} predicted: in {format_percent(plan.bubble)} of their time the stages wait "
-            "(bubble)",
-            "  step      ",
-            " " * 12,
-        ),
-        *wrapped(schedule_words(plan), "  schedule  ", " " * 12),
-        *(wrapped(overlap_words(plan), "  overlap   ", " " * 12) if overlap_words(plan) else ()),
-        *wrapped(reduction_words(plan), "  gradients ", " " * 12),
-        *wrapped(
-            f"{plan.certificate.bound_words}: {pipeline_verdict(plan)}",
-            "  bound     ",
-            " " * 12,
-        ),
-        f"  search    {format_s(plan.search_s)}{', taken from a store of plans' if plan.stored_in else ''}",
-    ]
-    return "\n".join(lines)
+    search = f"{format_s(plan.search_s)}{', taken from a store of plans' if plan.stored_in else ''}"
+    step = f"{format_s(plan.step_s)} predicted: in {format_percent(plan.bubble)} of their time the stages wait (bubble)"
+    rows = {
+        "step": step,
+        "schedule": schedule_words(plan),
+        "overlap": overlap_words(plan),
+        "gradients": reduction_words(plan),
+        "bound": f"{plan.certificate.bound_words}: {pipeline_verdict(plan)}",
+    }
+    lines = (wrapped(text, f"  {name:<10}", " " * 12) for name, text in rows.items() if text)
+    title = wrapped(f"Pipeline of {pipeline_headline(plan)}", "", "  ")
+    return "\n".join([*title, "", *itertools.chain.from_iterable(lines), f"  search    {search}"])
 
 
 def _table(title: str, rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
