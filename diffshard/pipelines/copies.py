@@ -79,10 +79,10 @@ class Copier:
         if not isinstance(array, jax.Array):
             return copy()
         is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-        source = jax.random.key_data(array) if is_key else array  # keys do not tell whether they are ready
-        waits, start = not _is_ready(source), time.perf_counter()
+        source: Any = jax.random.key_data(array) if is_key else array  # keys do not tell whether they are ready
+        waits, start = not source.is_ready(), time.perf_counter()
         copied = copy()
-        if waits and _is_ready(source):
+        if waits and source.is_ready():
             self.count.blocked += 1
             self.count.blocked_s += time.perf_counter() - start
         return copied
@@ -90,10 +90,6 @@ class Copier:
     def _count(self, shape: Sequence[int], array: Any, target: NamedSharding) -> None:
         self.count.copies += 1
         self.count.bytes += bytes_each(shape, getattr(array, "dtype", np.float32), target) * target.num_devices
-
-
-def _is_ready(array: Any) -> bool:
-    return array.is_ready()
 
 
 def transfer_shardings(

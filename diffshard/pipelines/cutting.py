@@ -31,7 +31,6 @@ from search_spaces.pipelines.scan_segments import (
     Segments,
     mark_of,
     numbered_program,
-    rules_of_equations,
     scan_of,
     segmented_program,
     without_numbers,
@@ -80,7 +79,7 @@ class UncutStep:
             mark = mark_of(jaxpr.eqns[index])
             assert mark is not None
             scan = scan_of(program, mark.number)
-            flow = layer_flow(program, rules_of_equations(program), scan, self.call.batch)
+            flow = layer_flow(program, scan, self.call.batch)
             regions = flow.regions_of_all_layers(program.jaxpr)
             if regions:
                 reasons[index] = (

@@ -16,6 +16,7 @@ Yang, Cheng, "Efficient and Robust Parallel DNN Training through Model Paralleli
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -31,28 +32,20 @@ from search_spaces.replay import bind, context_of, with_inner, without_calls
 from search_spaces.sharding.tracing import INLINED_BODIES, feedback_of
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@jax.tree_util.register_dataclass
+@dataclass(eq=False, repr=False)
 class DelayedArray:
     """An array of a training state in two versions, or in three where weights are predicted; a pytree of them.
 
-    Args:
+    Attributes:
       current: what the last step made.
       previous: what it was before that step; gradients are of this version, or of what follows from it and `older`.
       older: what it was before the step before that; None where weights are not predicted.
     """
 
-    def __init__(self, current: Any, previous: Any, older: Any = None):
-        self.current, self.previous, self.older = current, previous, older
-
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], None]:
-        """Returns the versions with their names, for JAX."""
-        names = "current", "previous", "older"
-        return tuple((jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names), None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, children: Sequence[Any]) -> "DelayedArray":
-        """Returns the array of several versions, for JAX."""
-        return cls(*children)
+    current: Any
+    previous: Any
+    older: Any = None
 
     def __repr__(self) -> str:
         older = "" if self.older is None else f", older={self.older!r}"

@@ -141,23 +141,18 @@ class DivisionSearch:
         Returns:
           The best division whose stages were all solved, or the given one if it is better; None where nothing fits.
         """
-        with self.known.of_part(tuple(devices)):
-            return self._best_by_estimates(devices, schedule, is_over, best)
-
-    def _best_by_estimates(
-        self, devices: Sequence[int], schedule: Schedule, is_over: Callable[[], bool], best: FoundDivision | None
-    ) -> FoundDivision | None:
         rounds = 0  # since a first division was found; before, only what does not fit ends the search
-        while rounds < _MOST_ROUNDS and not (best is None and is_over()):
-            division = self._best_division(schedule, self.estimate, devices)
-            if division is None or (best is not None and division.value >= (1 - _LEAST_GAIN) * best.bound_s):
-                break
-            rounds += best is not None
-            found = self.solved_division(division.stages, schedule)
-            if found is not None and (best is None or found.bound_s < best.bound_s):
-                best = found
-            if best is not None and is_over():
-                break
+        with self.known.of_part(tuple(devices)):
+            while rounds < _MOST_ROUNDS and not (best is None and is_over()):
+                division = self._best_division(schedule, self.estimate, devices)
+                if division is None or (best is not None and division.value >= (1 - _LEAST_GAIN) * best.bound_s):
+                    break
+                rounds += best is not None
+                found = self.solved_division(division.stages, schedule)
+                if found is not None and (best is None or found.bound_s < best.bound_s):
+                    best = found
+                if best is not None and is_over():
+                    break
         return best
 
     def solved_division(self, stages: tuple[Stage, ...], schedule: Schedule) -> FoundDivision | None:

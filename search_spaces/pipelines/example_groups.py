@@ -234,20 +234,17 @@ class _GroupedProgram:
     def __call__(self, *arrays: Any) -> list[Any]:
         """Returns the program's results, with the groups along the first dimension."""
         number = dict(zip(self.reads, arrays, strict=True)).get(NUMBER)
+        numbered = [key == NUMBER for key in self.reads]
+        jaxpr, consts = self.program.jaxpr, self.program.consts
 
         def of_group(group: Any, *own: Any) -> list[Any]:
-            return self._run(group, number, own)
+            parts = [group * self.num_microbatches + number if n else a for a, n in zip(own, numbered, strict=True)]
+            return self._run(jaxpr, consts, parts, numbered, group, number)
 
         of_groups = jnp.arange(self.num_groups, dtype=jnp.int32)
         return jax.vmap(of_group, in_axes=(0, *self.dims))(of_groups, *arrays)
 
-    def _run(self, group: Any, number: Any, arrays: Any) -> list[Any]:
-        """Runs the program for one group."""
-        numbered = [key == NUMBER for key in self.reads]
-        own = [group * self.num_microbatches + number if n else a for a, n in zip(arrays, numbered, strict=True)]
-        return self._run_body(self.program.jaxpr, self.program.consts, own, numbered, group, number)
-
-    def _run_body(
+    def _run(
         self,
         jaxpr: core.Jaxpr,
         constants: Sequence[Any],
@@ -270,7 +267,7 @@ class _GroupedProgram:
             if body is None:
                 return _bind(equation, operands)
             inner, constants = getattr(body, "jaxpr", body), getattr(body, "consts", ())
-            return self._run_body(inner, constants, operands, of_numbers, group, number)
+            return self._run(inner, constants, operands, of_numbers, group, number)
 
         return evaluated(jaxpr, constants, arrays, run)
 

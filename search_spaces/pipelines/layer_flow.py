@@ -17,6 +17,7 @@ from jax.extend import core
 from search_spaces.pipelines.step_parts import is_transposed
 from search_spaces.replay import REMAT, abstract_argument, bind, scan_operands
 from search_spaces.sharding.base import Rule
+from search_spaces.sharding.shardy import operation_rules
 
 COMBINATIONS: dict[str, Callable[[Any, Any], Any]] = {
     **dict.fromkeys(("reduce_sum", "dot_general"), lax.add),
@@ -64,19 +65,16 @@ class LayerFlow:
         return [e for e in jaxpr.eqns if e.primitive.name in REMAT and any(v in self.in_parts for v in _variables(e))]
 
 
-def layer_flow(
-    program: core.ClosedJaxpr, rules: Sequence[Rule | None], scan: int, whole_arguments: Collection[int]
-) -> LayerFlow:
+def layer_flow(program: core.ClosedJaxpr, scan: int, whole_arguments: Collection[int]) -> LayerFlow:
     """Follows the layers of a scan through a program.
 
     Args:
       program: without calls.
-      rules: for each equation its rule or None.
       scan: the index of the equation.
       whole_arguments: positions of arguments that are not to be divided, such as the batch. Those that the forward pass
         needs whole are not divided either.
     """
-    tracer = _Tracer(program.jaxpr, rules, scan)
+    tracer = _Tracer(program.jaxpr, scan)
     tracer.follow()
     whole = set(whole_arguments)
     while True:
@@ -87,8 +85,8 @@ def layer_flow(
 
 
 class _Tracer:
-    def __init__(self, jaxpr: core.Jaxpr, rules: Sequence[Rule | None], scan: int):
-        self.jaxpr, self.rules = jaxpr, rules
+    def __init__(self, jaxpr: core.Jaxpr, scan: int):
+        self.jaxpr, self.rules = jaxpr, operation_rules(jaxpr.eqns)
         self.length: int = jaxpr.eqns[scan].params["length"]
         self.scans = {scan}
         self.dims: dict[core.Var, int] = {}  # of everything that has the layers as a dimension

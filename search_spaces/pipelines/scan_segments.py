@@ -24,8 +24,6 @@ from jax.extend import core, source_info_util
 
 from search_spaces.pipelines.layer_flow import COMBINATIONS, LayerFlow, layer_flow, part_parameters
 from search_spaces.replay import abstract_argument, bind, context_of, evaluated, scan_operands, traced_again
-from search_spaces.sharding.base import Rule
-from search_spaces.sharding.shardy import operation_rules
 from search_spaces.sharding.tracing import INLINED_BODIES
 
 _NUMBER = re.compile(r"equation#(\d+)$")
@@ -199,11 +197,6 @@ def segmented_program(
     return divided
 
 
-def rules_of_equations(program: core.ClosedJaxpr) -> list[Rule | None]:
-    """Returns the sharding rule of each equation of a program without calls, or None."""
-    return operation_rules(program.jaxpr.eqns)
-
-
 def scan_of(program: core.ClosedJaxpr, number: int) -> int:
     """Returns the index of a scan, given its number; raises `ValueError` if the equation is no scan."""
     for index, equation in enumerate(program.jaxpr.eqns):
@@ -225,7 +218,7 @@ def _divided_again(
     scan, jaxpr = scan_of(program, number), program.jaxpr
     free = {p: i for i, (p, s) in enumerate(zip(segments.positions(), segments.arguments, strict=True)) if s is None}
     whole = {p for p in range(len(jaxpr.invars)) if p not in free or free[p] in whole_arguments}
-    flow = layer_flow(program, rules_of_equations(program), scan, whole)
+    flow = layer_flow(program, scan, whole)
     numbers = {mark.number for i in flow.scans if (mark := mark_of(jaxpr.eqns[i])) is not None}
     begin = sorted({trip for n in numbers for trip in trips.get(n, ())})
     if not begin or begin[0] < 1 or begin[-1] >= flow.length:
