@@ -55,8 +55,6 @@ backward operation into the gradient of the activations and that of the weights,
 would wait. "zb-v" does so too, with two stages on each device, the first and the last stage on the same one.
 """
 
-BY_STAGES_LEFT: tuple[Schedule, ...] = ("gpipe", "1f1b", "eager", "2bw")
-"""The schedules with one stage on each device, which keeps micro-batches by how many stages follow it alone."""
 OperationKind = Literal["forward", "backward", "weights", "send forward", "send backward"]
 Order = Sequence[Sequence[Operation]]
 """For each device its operations in the order in which they run."""
@@ -219,6 +217,8 @@ _ORDERS: dict[str, DeviceOrder] = {
     "zb-h1": zero_bubble,
     "zb-v": v_shaped,
 }
+_SEVERAL_STAGES = frozenset({"interleaved", "zb-v"})
+"""The schedules in whose orders a device has several stages."""
 
 
 def graph_of(
@@ -270,7 +270,7 @@ def checked_stages_per_device(schedule: Schedule, stages_per_device: int | None)
     Raises:
       ValueError: the schedule is for other numbers.
     """
-    least = 2 if schedule in ("interleaved", "zb-v") else 1
+    least = 2 if schedule in _SEVERAL_STAGES else 1
     number = least if stages_per_device is None else checked_number("stages_per_device", stages_per_device, Count)
     if number != least and not (schedule == "interleaved" and number > least):
         more = " or more" if schedule == "interleaved" else ""
@@ -283,6 +283,12 @@ def splits_backward(schedule: Schedule) -> bool:
     return any(operation.kind == WEIGHTS for operation in _ORDERS[schedule](0, 1, 1, 1))
 
 
+BY_STAGES_LEFT: tuple[Schedule, ...] = tuple(
+    name for name in get_args(Schedule) if name not in _SEVERAL_STAGES and not splits_backward(name)
+)
+"""The schedules with one stage on each device, which keeps micro-batches by how many stages follow it alone."""
+
+
 def in_flight(graph: ScheduleGraph) -> np.ndarray:
     """Returns `[S]`: how many micro-batches each stage keeps residuals of, at most."""
     last = WEIGHTS if (graph.kind == WEIGHTS).any() else BACKWARD
@@ -290,6 +296,7 @@ def in_flight(graph: ScheduleGraph) -> np.ndarray:
     return np.array([int(np.cumsum(change[graph.stage == s]).max()) for s in range(graph.num_stages)])
 
 
+@lru_cache(maxsize=10_000)
 def kept_microbatches(schedule: Schedule, stages_left: int, num_microbatches: int) -> int:
     """Returns how many micro-batches a stage keeps at most.
 
@@ -298,8 +305,8 @@ def kept_microbatches(schedule: Schedule, stages_left: int, num_microbatches: in
       stages_left: the stages from this one to the last, itself included.
       num_microbatches: of the step.
     """
-    kept = {"1f1b": stages_left, "2bw": stages_left, "eager": 2 * stages_left - 1, "gpipe": num_microbatches}
-    return min(kept[schedule], num_microbatches)
+    operations = _ORDERS[schedule](0, stages_left, num_microbatches, 1)
+    return [operation.kind for operation in operations].index(BACKWARD)
 
 
 def schedule_graph(order: Order, num_microbatches: int) -> ScheduleGraph:
