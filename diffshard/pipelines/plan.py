@@ -7,6 +7,8 @@ from functools import partial
 from typing import Any, Literal
 
 from cost.base import Hardware
+from cost.clusters import Cluster
+from cost.presets import PRESET_NAMES, device_and_network
 from diffshard.base import PlanError
 from diffshard.live_progress import LiveLine
 from diffshard.pipelines.base import Pipeline
@@ -19,7 +21,7 @@ from diffshard.pipelines.plans.base import PipelinePlanData
 from diffshard.pipelines.plans.consistency import FILE, to_json
 from diffshard.pipelines.plans.page import format_pipeline_page
 from diffshard.pipelines.plans.text import format_pipeline_in_line, format_pipeline_plan
-from diffshard.pipelines.replicated_pipeline import applied_pipeline
+from diffshard.pipelines.replicated_pipeline import applied_pipeline, check_cluster
 from diffshard.plans.file import from_json as plan_from_json
 from diffshard.plans.plan_record import PlanRecord
 from diffshard.processes import Processes
@@ -69,17 +71,20 @@ class PipelinePlan(PipelinePlanData, PlanRecord):
 
         Args:
           fn: the training step that the plan was made for.
-          devices: as many as the plan's, in the same order: JAX devices, or a `Cluster` of the same hosts.
-          hardware: of the devices, as in `diffshard.search`; None for a `Cluster`, and for that of JAX devices.
+          devices: as many as the plan's, in hosts of as many, in the same order: JAX devices, or a `Cluster`.
+          hardware: of JAX devices, as in `diffshard.search`; None takes them for what the plan was made for, if that is
+            one preset, else for what they are. A `Cluster` has its own.
           check: "numbers" holds the first call against one device, as in `diffshard.search`.
 
         Raises:
-          PlanError: the plan does not fit the function. What depends on its arguments, and whether the plan is for such
-            devices, is told when the step is planned or called.
+          PlanError: the plan does not fit the devices or the function. What depends on the function's arguments is told
+            when the step is planned or called.
           TypeError, ValueError: an argument breaks a rule.
         """
         if check not in ("numbers", None):
             raise ValueError(f'`check` must be "numbers" or None, not {check!r}: the plan is made.')
+        if hardware is None and not isinstance(devices, Cluster):
+            hardware = self._preset()
         is_offloading = any(stage.num_offloaded for stage in self.all_stages)
         limits = {stage.memory_limit_bytes * self.stages_per_device for stage in self.all_stages}
         pipeline = Pipeline(
@@ -110,7 +115,13 @@ class PipelinePlan(PipelinePlanData, PlanRecord):
             if "_argn" not in str(error):
                 raise
             raise PlanError(f"The plan does not fit the function: {error}") from None
+        check_cluster(self, options.cluster)
         return PipelinedFunction(options, PipelinePlan, partial(_applied, self))
+
+    def _preset(self) -> str | None:
+        """Returns the preset that the plan was made for; None for several kinds of hosts, and for other hardware."""
+        presets = {device_and_network(name)[0].name: name for name in PRESET_NAMES}
+        return presets.get(self.stages[0].hardware) if self.cluster.count(" x ") == 1 else None
 
 
 def _applied(

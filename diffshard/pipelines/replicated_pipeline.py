@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from cost.clusters import Submesh
+from cost.clusters import Cluster, Submesh
 from cost.pipeline_schedules import graph_of
 from cost.pipeline_times import StageTimes, balanced_microbatches, joined_graph, simulate
 from diffshard.base import PlanError
@@ -259,12 +259,7 @@ def check_fits(plan: PipelinePlanData, options: PipelineOptions, step: UncutStep
             "The plan can only be shown: it was saved by a version that did not save the plans of the stages. Search "
             "again, and save the new plan."
         )
-    if plan.cluster != (cluster := cluster_words(options.cluster)):
-        raise PlanError(
-            f"The plan was made for {plan.cluster}, not for {cluster}. Give `devices` of that kind and number; or a "
-            "`diffshard.Cluster` with the hosts and links that it was searched with and `devices=`, where others stand "
-            "for them."
-        )
+    check_cluster(plan, options.cluster)
     own = planned_facts(step)
     for name, text in own.items():
         if plan.facts.get(name) != text:
@@ -273,6 +268,16 @@ def check_fits(plan: PipelinePlanData, options: PipelineOptions, step: UncutStep
     for name in plan.facts:
         if name not in own:
             raise PlanError(f"The plan was made for a function with {name}, which is not given.")
+
+
+def check_cluster(plan: PipelinePlanData, cluster: Cluster) -> None:
+    """Checks that a plan was made for hosts of a cluster's kinds and numbers."""
+    if plan.cluster != (words := cluster_words(cluster)):
+        raise PlanError(
+            f"The plan was made for {plan.cluster}, and `devices` are {words}. Give devices in such hosts, with "
+            "`hardware=` if they stand for others; or the `diffshard.Cluster` that was searched, with its links and "
+            "`devices=`."
+        )
 
 
 def _step_of(plan: PipelinePlanData, steps: Sequence[UncutStep]) -> UncutStep:

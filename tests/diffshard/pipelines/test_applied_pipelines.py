@@ -29,7 +29,7 @@ def refuse(*args, **kwargs):
     raise AssertionError("it is searched")
 
 search._chosen = refuse
-step = diffshard.PipelinePlan.load(sys.argv[1]).apply(train_step, jax.devices(), hardware="h100")
+step = diffshard.PipelinePlan.load(sys.argv[1]).apply(train_step, jax.devices())
 result = step(*arguments())
 leaves = [jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
           for x in jax.tree.leaves(result)]
@@ -149,7 +149,9 @@ def test_a_plan_without_its_last_decisions_is_refused_before_anything_is_searche
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda plan: applied(plan, devices=2).plan(*arguments()), "was made for 1 host of 4 x H100"),
+        (lambda plan: applied(plan, devices=2), "for 1 host of 4 x H100-80GB, and `devices` are 1 host of 2 x H100"),
+        (lambda plan: plan.apply(train_step, jax.devices()[:2]), "`devices` are 1 host of 2 x H100"),
+        (lambda plan: plan.apply(train_step, jax.devices()[:4], hardware="a100"), "`devices` are 1 host of 4 x A100"),
         (
             lambda plan: applied(plan, functools.partial(train_step, remat=True)).plan(*arguments()),
             "the program that the function traces to was another one",
