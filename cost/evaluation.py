@@ -31,13 +31,16 @@ def evaluate(problem: Problem, choice: Sequence[int] | np.ndarray) -> Evaluation
     return Evaluator(problem)(choice)
 
 
-def checked_choice(problem: Problem, choice: Sequence[int] | np.ndarray) -> np.ndarray:
+def checked_choice(problem: Problem, choice: Sequence[int] | np.ndarray, name: str = "choice") -> np.ndarray:
     """Returns `choice` as `[V]` 64-bit integers.
+
+    Args:
+      name: of the argument, for errors.
 
     Raises:
       ValueError: `choice` has the wrong length or an index that its node does not have.
     """
-    return _checked_choice(num_strategies(problem), choice)
+    return _checked_choice(num_strategies(problem), choice, name)
 
 
 class ChosenCosts(NamedTuple):
@@ -220,16 +223,21 @@ def _plain(amounts: np.ndarray) -> np.ndarray:
     return np.array([int(a) if a == int(a) else float(a) for a in amounts.tolist()], object)
 
 
-def _checked_choice(sizes: np.ndarray, choice: Sequence[int] | np.ndarray) -> np.ndarray:
-    choice = np.asarray(choice)
+def _checked_choice(sizes: np.ndarray, choice: Sequence[int] | np.ndarray, name: str = "choice") -> np.ndarray:
+    try:
+        choice = np.asarray(choice)
+    except ValueError:  # of lists of several lengths
+        choice = np.asarray(choice, object)
     if choice.shape != sizes.shape or (not np.issubdtype(choice.dtype, np.integer) and choice.size):
         raise ValueError(
-            f"`choice` must be {len(sizes)} integers, one for each node; got {choice.dtype} {choice.shape}."
+            f"`{name}` must be {len(sizes)} integers, one for each node; got {choice.dtype} {choice.shape}."
         )
     wrong = np.flatnonzero((choice < 0) | (choice >= sizes))
     if wrong.size:
         v = wrong[0]
-        raise ValueError(f"`choice` takes strategy {choice[v]} of node {v}, which has {sizes[v]} strategies.")
+        raise ValueError(
+            f"`{name}` takes strategy {choice[v]} of node {v}, which has {sizes[v]} strategies, 0 to {sizes[v] - 1}."
+        )
     return choice.astype(np.int64)
 
 

@@ -1,5 +1,7 @@
 """Checks of the rules of `Problem`, for problems from outside."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from cost.base import FORBIDDEN, Problem, edge_ends, is_forbidden, num_loads, num_strategies
@@ -18,6 +20,8 @@ def validate(problem: Problem) -> None:
     """
     if not isinstance(problem, Problem):
         raise TypeError(f"`problem` must be a Problem, not {type(problem).__name__}.")
+    for name in ("node_cost", "edge_cost", "usage", "load", "edge_load", "amount", "edge_amount"):
+        check_is_list(getattr(problem, name), f"`{name}`")
     for name in ("edge_nodes", "usage_node", "usage_interval"):
         _check_array(getattr(problem, name), f"`{name}`")
     for v in first_positions(problem.node_cost):
@@ -33,14 +37,15 @@ def validate(problem: Problem) -> None:
     _check_sums(problem, sizes, "load")
     _check_sums(problem, sizes, "amount")
     groups, limits = np.asarray(problem.load_group), np.asarray(problem.amount_limit)
-    if groups.shape not in ((0,), (num_loads(problem),)) or (groups.size and groups.min() < 0):
-        raise ValueError(f"`load_group` must have a number for each of {num_loads(problem)} loads, got {groups}.")
     if groups.size and not np.issubdtype(groups.dtype, np.integer):
         raise ValueError(f"`load_group` must be integers, got {groups.dtype}.")
+    if groups.shape not in ((0,), (num_loads(problem),)) or (groups.size and groups.min() < 0):
+        raise ValueError(f"`load_group` must have a number for each of {num_loads(problem)} loads, got {groups}.")
     count = np.shape(problem.amount[0])[1] if len(problem.amount) else 0
-    if limits.shape != (count,) or np.isnan(limits).any():
+    if limits.shape != (count,) or not is_real(limits) or np.isnan(limits).any():
         raise ValueError(
-            f"`amount_limit` must be one number for each of {count} amounts, got {problem.amount_limit!r}."
+            f"`amount_limit` must be one number for each of the {count} columns of `amount`, got "
+            f"{problem.amount_limit!r}; give an array `[{count}]`, with `np.inf` for what has no limit."
         )
 
 
@@ -51,7 +56,7 @@ def _check_sums(problem: Problem, sizes: np.ndarray, name: str) -> None:
         raise ValueError(f"`{name}` must be () or one array for each of the {len(sizes)} nodes, got {len(of_nodes)}.")
     columns = np.shape(of_nodes[0])[1:] if len(of_nodes) else ()
     for v in first_positions(of_nodes):
-        shape = (sizes[v], *(columns or ("devices",)))
+        shape = (sizes[v], *(columns or (f"{name}s",)))
         _check_costs(of_nodes[v], shape, f"`{name}[{v}]`")
         if name == "amount" and np.isinf(of_nodes[v]).any():
             raise ValueError(f"`amount[{v}]` must be finite; what must not be chosen has an infinite `node_cost`.")
@@ -101,9 +106,11 @@ def _check_edges(problem: Problem, sizes: np.ndarray) -> None:
 
 def _check_usages(problem: Problem, sizes: np.ndarray) -> None:
     limit = np.asarray(problem.memory_limit)
-    real = np.issubdtype(limit.dtype, np.number) and not np.iscomplexobj(limit)
-    if not real or limit.ndim > 1 or np.isnan(limit).any() or (limit < 0).any():
-        raise ValueError(f"`memory_limit` must be a number or `[D]`, not negative, got {problem.memory_limit!r}.")
+    if not is_real(limit) or limit.ndim > 1 or not limit.size or np.isnan(limit).any() or (limit < 0).any():
+        raise ValueError(
+            f"`memory_limit` must be a number or `[D]`, not negative, got {problem.memory_limit!r}; "
+            "`np.inf` is no limit."
+        )
     nodes = np.asarray(problem.usage_node)
     if nodes.shape != (len(problem.usage),):
         raise ValueError(f"`usage_node` must have one node for each of {len(problem.usage)} usages, got {nodes.shape}.")
@@ -144,9 +151,26 @@ def _check_usages(problem: Problem, sizes: np.ndarray) -> None:
             raise ValueError(f"`usage[{k}]` of node {v} must be at most {_LARGEST_USAGE:.0e}, got {np.max(usage)}.")
 
 
+def check_is_list(arrays: Sequence[np.ndarray], name: str) -> None:
+    """Raises `ValueError` unless arrays are a list or another sequence; one array of several dimensions is not."""
+    if not isinstance(arrays, Sequence) or isinstance(arrays, str):
+        raise ValueError(
+            f"{name} must be a list of NumPy arrays, got {type(arrays).__name__}; write `[np.array(...), ...]`."
+        )
+
+
+def is_real(array: np.ndarray) -> bool:
+    """Returns whether an array holds integers or real floats."""
+    return bool(np.issubdtype(array.dtype, np.number)) and not np.iscomplexobj(array)
+
+
 def _check_array(array: np.ndarray, name: str) -> None:
-    if not hasattr(array, "dtype"):
-        raise ValueError(f"{name} must be an array, got {type(array).__name__}; wrap it in `np.array`.")
+    if isinstance(array, np.ma.MaskedArray):
+        raise ValueError(
+            f"{name} must be a NumPy array without a mask; fill it by `array.filled(np.inf)`, got {array}."
+        )
+    if not isinstance(array, np.ndarray | np.generic):
+        raise ValueError(f"{name} must be a NumPy array, got {type(array).__name__}; wrap it in `np.array`.")
 
 
 def _check_costs(cost: np.ndarray, shape: tuple, name: str) -> None:
@@ -160,7 +184,7 @@ def _check_numbers(cost: np.ndarray, shape: tuple, name: str) -> None:
     if np.shape(cost) != tuple(shape):
         shape_text = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
         raise ValueError(f"{name} must have shape ({shape_text}), got {np.shape(cost)}.")
-    if not np.issubdtype(np.asarray(cost).dtype, np.number) or np.iscomplexobj(cost):
+    if not is_real(np.asarray(cost)):
         raise ValueError(f"{name} must hold real numbers, got {np.asarray(cost).dtype}.")
     if np.isnan(cost).any() or np.isneginf(cost).any():
         raise ValueError(f"{name} must not hold NaN or -inf; `inf` marks what must not be chosen.")

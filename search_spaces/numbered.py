@@ -7,11 +7,12 @@ import numpy as np
 
 from cost.base import Problem, load_groups
 from cost.evaluation import chosen_costs, evaluate
+from cost.validation import validate
 from search_spaces.base import Part
 
 
 class NumberedSpace:
-    """A `Problem` as a search space.
+    """A `Problem` as a search space; raises `TypeError` or `ValueError` for one that breaks a rule.
 
     Attributes:
       problem: as it was given.
@@ -19,6 +20,7 @@ class NumberedSpace:
     """
 
     def __init__(self, problem: Problem):
+        validate(problem)
         self.problem = problem
         self.node_names = tuple(str(v) for v in range(len(problem.node_cost)))
 

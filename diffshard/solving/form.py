@@ -36,8 +36,8 @@ class NodeForm(NamedTuple):
     given: Problem
 
     def choice_of(self, choice: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Returns a choice `[V]` of the given problem as one of this form, `[V + P]`; raises as `checked_choice`."""
-        choice = checked_choice(self.given, choice)
+        """Returns a start `[V]` of the given problem as one of this form, `[V + P]`; raises as `checked_choice`."""
+        choice = checked_choice(self.given, choice, "start")
         u, v = self.pairs.T
         return np.concatenate([choice, choice[u] * num_strategies(self.given)[v] + choice[v]])
 
@@ -66,7 +66,7 @@ class NodeForm(NamedTuple):
 
 def is_node_form(problem: Problem) -> bool:
     """Returns whether solvers take a problem as it is."""
-    return not (len(problem.edge_load) or len(problem.amount))
+    return all(isinstance(arrays, Sequence) and not len(arrays) for arrays in (problem.edge_load, problem.amount))
 
 
 def has_few_pairs(problem: Problem) -> bool:

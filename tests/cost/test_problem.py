@@ -143,7 +143,12 @@ def test_weight_on_a_forbidden_entry_is_infinite_with_a_finite_gradient():
         ({"memory_limit": "8"}, "`memory_limit` must be.*got '8'"),
         ({"memory_limit": None}, "`memory_limit` must be.*got None"),
         ({"node_cost": [np.float64(1), *SMALL.node_cost[1:]]}, r"`node_cost\[0\]` must have shape \(strategies,\)"),
-        ({"load": [np.zeros(3)] * 5}, r"`load\[0\]` must have shape \(3, devices\), got \(3,\)"),
+        ({"memory_limit": np.zeros(0)}, r"`memory_limit` must be a number or `\[D\]`.*`np.inf` is no limit"),
+        ({"load": [np.zeros(3)] * 5}, r"`load\[0\]` must have shape \(3, loads\), got \(3,\)"),
+        ({"amount": [np.zeros(3)] * 5}, r"`amount\[0\]` must have shape \(3, amounts\), got \(3,\)"),
+        ({"load_group": np.array(["a"])}, "`load_group` must be integers, got <U1"),
+        ({"amount_limit": np.ones(1)}, r"`amount_limit` must be one number for each of the 0 .* give an array `\[0\]`"),
+        ({"amount_limit": np.array("a")}, "`amount_limit` must be one number for each.*got array"),
         ({"load": [np.zeros((3, 2))]}, r"`load` must be \(\) or one array for each of the 5 nodes"),
         ({"load": [np.zeros((9, 2)) for _ in range(5)]}, r"`load\[0\]` must have shape \(3, 2\)"),
     ],
@@ -159,19 +164,36 @@ def test_a_choice_that_does_not_exist_is_refused():
         evaluate(SMALL, [0, 2, 0, 0, 0])
     with pytest.raises(ValueError, match="must be 5 integers"):
         evaluate(SMALL, [0, 1])
+    with pytest.raises(ValueError, match=r"`choice` must be 5 integers, one for each node; got object \(5,\)"):
+        evaluate(SMALL, [0, [1], 0, 0, 0])  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("field", ["edge_nodes", "usage_node", "usage_interval"])
 def test_lists_in_place_of_arrays_are_refused_by_name(field):
-    with pytest.raises(ValueError, match=rf"`{field}` must be an array, got list; wrap it in `np.array`"):
+    with pytest.raises(ValueError, match=rf"`{field}` must be a NumPy array, got list; wrap it in `np.array`"):
         validate(SMALL._replace(**{field: getattr(SMALL, field).tolist()}))
 
 
 @pytest.mark.parametrize("field", ["node_cost", "edge_cost", "usage"])
 def test_lists_among_arrays_are_refused_by_place(field):
     arrays = list(getattr(SMALL, field))
-    with pytest.raises(ValueError, match=rf"`{field}\[1\]`.* must be an array, got list"):
+    with pytest.raises(ValueError, match=rf"`{field}\[1\]`.* must be a NumPy array, got list"):
         validate(SMALL._replace(**{field: [arrays[0], arrays[1].tolist(), *arrays[2:]]}))
+
+
+@pytest.mark.parametrize("field", ["node_cost", "edge_cost", "usage", "load", "edge_load", "amount", "edge_amount"])
+@pytest.mark.parametrize("value", [None, np.ones((2, 2)), "ab", 3])
+def test_what_is_no_list_of_arrays_is_refused_by_name(field, value):
+    with pytest.raises(ValueError, match=rf"`{field}` must be a list of NumPy arrays, got .*; write `\[np.array"):
+        validate(SMALL._replace(**{field: value}))
+
+
+def test_arrays_of_other_kinds_than_plain_numpy_are_refused_by_place():
+    with pytest.raises(ValueError, match=r"`node_cost\[0\]` must be a NumPy array, got .*wrap it in `np.array`"):
+        validate(SMALL._replace(node_cost=[jnp.array([3.0, 1.0, 2.0]), *SMALL.node_cost[1:]]))
+    masked = np.ma.array([3.0, 1.0, 2.0], mask=[False, True, False])
+    with pytest.raises(ValueError, match=r"`node_cost\[0\]` must be .* without a mask; fill it by `array.filled"):
+        validate(SMALL._replace(node_cost=[masked, *SMALL.node_cost[1:]]))
 
 
 def test_usages_are_for_the_same_devices():

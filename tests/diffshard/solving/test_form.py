@@ -215,7 +215,7 @@ def test_two_groups_by_hand():
         ({"load_group": np.array([0, 1])}, "`load_group` must have a number for each of 4 loads"),
         ({"load_group": np.zeros(4)}, "`load_group` must be integers"),
         ({"load": ()}, "`load_group` must have a number|`edge_load` needs `load`"),
-        ({"amount_limit": np.zeros(3)}, "`amount_limit` must be one number for each of 2 amounts"),
+        ({"amount_limit": np.zeros(3)}, "`amount_limit` must be one number for each of the 2 columns of `amount`"),
         ({"amount": [np.zeros((9, 2))]}, r"`amount` must be \(\) or one array for each"),
         ({"edge_amount": [np.zeros((1, 1, 2))] * 99}, r"`edge_amount` must be \(\) or one array for each"),
     ],
