@@ -165,7 +165,7 @@ def run_coarse_to_fine(
     tied = np.unique(tied, return_inverse=True)[1].ravel()
     ties = [lambda: tied, lambda: _loosened(problem, tied)]
     if start is not None:
-        _offer_tied(run, checked_choice(problem, start))
+        _offer_tied(run, checked_choice(problem, start, "start"))
     try:
         if not run.tied_choices:
             _solve_tied(run, ties.pop(0)())

@@ -20,11 +20,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from cost.base import FORBIDDEN, Evaluation, Problem, is_forbidden, load_groups
+from cost.base import FORBIDDEN, Evaluation, Problem, is_forbidden, load_groups, num_strategies
 from cost.edges import distinct_arrays
 from cost.evaluation import Evaluator, checked_choice
 from cost.memory import LARGEST_EXACT_FLOAT, are_whole, least_memory, usage_error, usage_tables
-from cost.validation import validate, with_finite_loads
+from cost.validation import is_real, validate, with_finite_loads
 from diffshard.base import OPTIMAL_GAP, Deadline, InfeasibleError, Progress, Proposal, Solution, Solver
 from diffshard.solving.presolve.base import Reduction, identity
 from diffshard.solving.presolve.pipeline import presolve
@@ -58,7 +58,7 @@ def run_solver(
     if best.has_no_room:
         return best.solution("finished")
     if start is not None:
-        best.offer(identity(problem), Proposal(checked_choice(problem, start)))
+        best.offer(identity(problem), Proposal(checked_choice(problem, start, "start")))
     status = "finished"
     try:
         for _ in proposals(best, reduced(best, problem, reduce), solver, deadline, key):
@@ -103,7 +103,9 @@ def proposals(
     proposed = solver(reduction.problem, time_limit_s=deadline.remaining_s(), key=key)
     if not isinstance(proposed, Iterable):
         raise TypeError(f"`solver` must be a generator of diffshard.solvers.Proposal, but it returned {proposed!r}.")
+    sizes = num_strategies(reduction.problem)
     for proposal in proposed:
+        _check_proposal(proposal, sizes)
         yield best.offer(reduction, proposal)
 
 
@@ -135,7 +137,6 @@ class Best:
         Returns:
           The choice of the problem as it was given, `[V]`; None where the proposal has none.
         """
-        _check_proposal(proposal, len(reduction.problem.node_cost))
         bound = self._rounding.safe_bound(float(reduction.constant + proposal.lower_bound) * self.unit)
         is_better = bound > self.lower_bound
         self.lower_bound = max(self.lower_bound, bound)
@@ -178,19 +179,29 @@ class Best:
             self._progress(*self._history[-1])
 
 
-def _check_proposal(proposal: Any, num_nodes: int) -> None:
+def _check_proposal(proposal: Any, sizes: np.ndarray) -> None:
     if not isinstance(proposal, Proposal):
         raise TypeError(f"`solver` must yield diffshard.solvers.Proposal(choice, lower_bound), not {proposal!r}.")
+    bound = np.asarray(proposal.lower_bound)
+    if bound.shape or not is_real(bound) or np.isnan(bound):
+        raise ValueError(
+            f"`solver` must propose a number as `lower_bound`, not {proposal.lower_bound!r}; -inf is no bound."
+        )
     if proposal.choice is None:
         return
     choice = np.asarray(proposal.choice)
-    if choice.shape != (num_nodes,):
+    if choice.shape != sizes.shape:
         raise ValueError(
-            f"`solver` must propose one strategy index for each of the {num_nodes} nodes of the problem that it gets, "
-            f"`[{num_nodes}]`, not a choice of shape {choice.shape}."
+            f"`solver` must propose one strategy index for each of the {len(sizes)} nodes of the problem that it gets, "
+            f"`[{len(sizes)}]`, not a choice of shape {choice.shape}."
         )
     if choice.size and not np.issubdtype(choice.dtype, np.integer):
         raise ValueError(f"`solver` must propose strategy indices, which are integers, not {choice.dtype}.")
+    for v in np.flatnonzero((choice < 0) | (choice >= sizes))[:1]:
+        raise ValueError(
+            f"`solver` proposed strategy {choice[v]} of node {v}, which has {sizes[v]} strategies in the problem that "
+            f"the solver gets; propose 0 to {sizes[v] - 1}."
+        )
 
 
 def _least_choice(problem: Problem) -> np.ndarray | None:

@@ -21,7 +21,7 @@ import numpy as np
 from cost.base import Problem, num_strategies
 from cost.evaluation import checked_choice, evaluate
 from cost.quantities import with_weights
-from cost.real_numbers import Limit, checked_number, real_number, whole_number
+from cost.real_numbers import AmountOrInf, Limit, checked_number, real_number, whole_number
 from cost.validation import validate, with_finite_loads
 from diffshard.base import OPTIMAL_GAP, Deadline, Progress, Solution, Solver
 from diffshard.public_names import did_you_mean
@@ -84,9 +84,11 @@ def solver_options(
       TypeError: there is any other option.
     """
     if unknown := [name for name in options if name not in names]:
-        own = () if function is None else inspect.signature(function).parameters
+        parameters = {} if function is None else inspect.signature(function).parameters
+        own = [name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD]
         advice = did_you_mean(unknown[0], (*own, *names)) or "."
-        raise TypeError(f"`{unknown[0]}` is no argument; those for the solver are {', '.join(names)}{advice}")
+        where = "" if function is None else f" of {function.__name__}, whose own are {', '.join(own)}"
+        raise TypeError(f"`{unknown[0]}` is no argument{where}; those for the solver are {', '.join(names)}{advice}")
     return {name: options.get(name) for name in names}
 
 
@@ -156,6 +158,12 @@ def solve(
         not return a scalar.
     """
     begin_s, checked = time.perf_counter(), checked_solve_options(options, solve)
+    checked_number("stop_gap", stop_gap, AmountOrInf)
+    if not callable(reduce):
+        raise TypeError(
+            "`reduce` must be a function of a problem, such as `diffshard.solving.presolve.base.identity`, which hands "
+            f"the problem to the solver as it is, not {reduce!r}."
+        )
     solver, key, progress = checked.get("solver") or DEFAULT_SOLVER, checked.get("key"), checked.get("progress")
     run, time_limit_s = resolve(solver), real_number(checked.get("time_limit_s"))
     if time_limit_s is not None and reduce is presolve:
@@ -203,7 +211,7 @@ def _solve_objective(
 
     validate(problem)
     priced = PricedObjective(objective, problem)
-    choice, is_stopped = None if start is None else checked_choice(problem, start), False
+    choice, is_stopped = None if start is None else checked_choice(problem, start, "start"), False
     bound, bounded = -math.inf, None
     if choice is None or not evaluate(problem, choice).feasible:
         bounded = _smoothed_tangent(priced, problem)
@@ -263,9 +271,20 @@ def resolve(solver: str | Solver) -> Solver:
 
     Raises:
       ValueError: no solver has this name.
+      TypeError: the function takes other arguments than a `Solver`.
     """
     if callable(solver):
+        _check_arguments(solver)
         return solver
     if solver not in solver_names():
         raise ValueError(f"`solver` must be one of {', '.join(solver_names())}, or a function; got {solver!r}.")
     return importlib.import_module(f"diffshard.solving.solvers.{solver}").solve
+
+
+def _check_arguments(solver: Solver) -> None:
+    try:
+        inspect.signature(solver).bind(None, time_limit_s=None, key=None)
+    except ValueError:  # functions written in C may not say what they take
+        return
+    except TypeError as error:
+        raise TypeError(f"`solver` must be a function of (problem, *, time_limit_s, key): {error}.") from None

@@ -102,7 +102,7 @@ def test_missing_room_says_how_many_experts():
         ({"progress": 3}, "`progress` must be a function .* not 3"),
         (
             {"time_limit": 3},
-            r"`time_limit` is no argument; those for the solver are .*\. Did you mean 'time_limit_s'\?",
+            r"`time_limit` is no argument of .*; those for the solver are .*\. Did you mean 'time_limit_s'\?",
         ),
         ({"solver": "magic"}, "magic"),
         ({"capacity": [1.5, 2]}, r"`capacity\[0\]` must be a whole number of experts"),

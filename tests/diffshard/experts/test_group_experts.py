@@ -200,7 +200,7 @@ def test_missing_room_says_how_many_experts():
         ({"progress": 3}, "`progress` must be a function .* not 3"),
         (
             {"time_limit": 3},
-            r"`time_limit` is no argument; those for the solver are .*\. Did you mean 'time_limit_s'\?",
+            r"`time_limit` is no argument of .*; those for the solver are .*\. Did you mean 'time_limit_s'\?",
         ),
     ],
 )

@@ -13,6 +13,7 @@ from cost.evaluation import evaluate, violations
 from diffshard.base import Proposal
 from diffshard.solving.presolve.base import identity
 from diffshard.solving.solve import solve, solver_names
+from search_spaces.numbered import NumberedSpace
 from tests.diffshard.solving.random_problems import layered_problem, small_problem
 
 EMPTY = np.zeros((0, 2), int)
@@ -42,11 +43,40 @@ def test_unknown_solvers_are_refused_with_those_that_exist():
         ({"solver": 3}, "`solver` must be one of .*, or a function; got 3"),
         ({"key": "x"}, "`key` must be a seed below 2\\^63, a JAX random key or None, got 'x'"),
         ({"time_limit_s": "3"}, "`time_limit_s` must be a positive number of seconds or None, not '3'"),
+        ({"stop_gap": math.nan}, "`stop_gap` must be a number, zero or more, not nan"),
+        ({"start": [0, 9]}, "`start` takes strategy 9 of node 1, which has 2 strategies, 0 to 1"),
+        ({"start": [0, 9], "tied": np.arange(2)}, "`start` takes strategy 9 of node 1"),
     ],
 )
 def test_arguments_of_the_wrong_kind_are_refused(words, said):
     with pytest.raises(ValueError, match=said):
         solve(TWO, **words)
+
+
+@pytest.mark.parametrize("reduce", ["identity", None])
+def test_a_presolve_is_a_function(reduce):
+    with pytest.raises(
+        TypeError, match=f"`reduce` must be a function of a problem, such as .*identity.* not {reduce!r}"
+    ):
+        solve(TWO, reduce=reduce)
+
+
+def test_an_unknown_argument_is_told_all_that_there_are():
+    with pytest.raises(
+        TypeError, match=r"`x` is no argument of solve, whose own are problem, .*objective; .* progress"
+    ):
+        solve(TWO, x=1)  # pyright: ignore[reportCallIssue]
+
+
+def test_the_start_of_a_problem_with_amounts_is_named():
+    with pytest.raises(ValueError, match="`start` takes strategy 9 of node 1"):
+        solve(TWO._replace(amount=[np.ones((2, 1))] * 2, amount_limit=np.array([np.inf])), start=[0, 9])
+
+
+@pytest.mark.parametrize("field", ["amount", "edge_load"])
+def test_what_is_no_list_of_arrays_is_refused_before_the_form_of_a_problem_is_looked_at(field):
+    with pytest.raises(ValueError, match=f"`{field}` must be a list of NumPy arrays, got NoneType"):
+        solve(TWO._replace(**{field: None}))
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, math.nan])
@@ -55,9 +85,10 @@ def test_time_limits_are_positive(limit):
         solve(TWO, time_limit_s=limit)
 
 
-def test_what_is_no_problem_is_refused():
+@pytest.mark.parametrize("takes_a_problem", [solve, NumberedSpace])
+def test_what_is_no_problem_is_refused(takes_a_problem):
     with pytest.raises(TypeError, match="`problem` must be a Problem, not list"):
-        solve([TWO])  # pyright: ignore[reportArgumentType]
+        takes_a_problem([TWO])
 
 
 def test_a_broken_problem_is_refused():
@@ -129,7 +160,25 @@ def test_a_gap_that_is_small_enough_stops_the_solver(tied):
         (_proposing(Proposal(np.ones((2, 2)))), ValueError, r"not a choice of shape \(2, 2\)"),
         (_proposing(Proposal(np.array([0.6, 1.0]))), ValueError, "must propose strategy indices.*, not float64"),
         (_proposing(Proposal(np.array([None, 1]))), ValueError, "must propose strategy indices.*, not object"),
+        (
+            _proposing(Proposal(np.array([9, 1]))),
+            ValueError,
+            "`solver` proposed strategy 9 of node 0, .* propose 0 to 1",
+        ),
+        (_proposing(Proposal(np.array([0, -1]))), ValueError, "`solver` proposed strategy -1 of node 1, which has 2"),
+        (
+            _proposing(Proposal(None, math.nan)),
+            ValueError,
+            "must propose a number as `lower_bound`, not nan; -inf is no",
+        ),
+        (_proposing(Proposal(None, "1")), ValueError, "must propose a number as `lower_bound`, not '1'"),  # pyright: ignore[reportArgumentType]
+        (_proposing(Proposal(None, None)), ValueError, "must propose a number as `lower_bound`, not None"),  # pyright: ignore[reportArgumentType]
         (lambda problem, *, time_limit_s, key: None, TypeError, "must be a generator of .*, but it returned None"),
+        (
+            lambda problem: iter(()),
+            TypeError,
+            r"must be a function of \(problem, \*, time_limit_s, key\): .*time_limit_s",
+        ),
     ],
 )
 def test_a_solver_that_yields_no_proposals_is_told_so(solver, error, said):
