@@ -13,7 +13,7 @@ from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Edge, Layout, Node, ReshardStep, ShardingStrategy
 from search_spaces.sharding.coded_exchanges import exchange_bytes, is_exchange
 from search_spaces.sharding.coded_sums import finished_steps
-from search_spaces.sharding.edge_costs import exchange_format, made_specs, read_spec, readers_of
+from search_spaces.sharding.edge_costs import exchange_format, read_spec, readers_of
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.memory import MemoryUse
 from search_spaces.sharding.node_costs import NodeCosts
@@ -116,49 +116,49 @@ def predict(
     compute_s = np.array([costs.chosen_compute_s(v, s) + costs.chosen_keeping_s(v, layout) for v, s in strategies])
     for node, s in zip(nodes, choice, strict=True):
         compute_s[node.vertex.index] += costs.shared_rounding_s(node, node.strategies[s])
-    messages = []
-    for edge in edges:
-        reader = nodes[edge.reader].vertex
-        message, name = _message(edge, nodes, costs, choice)
-        compute_s[reader.index] += reader.weight * costs.reshard_costs.rounding_s(edge.value, message, name)
-        source, target, exchanged_in = _exchange(edge, nodes, costs, choice)
-        if exchanged_in:
-            message = Message(True, exchange_bytes(edge.value, exchanged_in), ())
-            coding_s = costs.reshard_costs.coding_s(edge.value, [source], [target], exchanged_in).item()
-            compute_s[reader.index] += edge.weight * coding_s
-        messages.append(message)
+    moves = [_move(edge, nodes, costs, choice) for edge in edges]
+    for edge, move in zip(edges, moves, strict=True):
+        compute_s[nodes[edge.reader].vertex.index] += move.coding_s
     return StepPrediction(
         compute_s,
-        tuple(_transfers(graph, nodes, edges, messages, costs, axis_names, strategies, choice)),
+        tuple(_transfers(graph, nodes, edges, moves, costs, axis_names, strategies, choice)),
         np.array([float(costs.preference_s(v, (layout.strategies[v.index],))[0]) for v in graph.inputs]),
     )
 
 
-def _message(edge: Edge, nodes: Sequence[Node], costs: NodeCosts, choice: Sequence[int]) -> tuple[Message, str]:
-    """Returns how a value reaches its reader in a choice, and in which format if that is a product."""
-    reader, (source, shared) = nodes[edge.reader], made_specs(edge, nodes)[choice[edge.node]]
-    name = reader.strategies[choice[edge.reader]].format if reader.shared_value is None else ""
-    target = read_spec(reader, edge.operand, choice[edge.reader])
-    read_by = reader.vertex, edge.operand, name, name == shared
-    return message_of(costs.reshard_costs.path, edge.value, source, target, *read_by), name
+class _Move(NamedTuple):
+    """How a value goes from one node to another in a choice.
+
+    Attributes:
+      source, target: the specs in which it is made and read.
+      coding_s: seconds in one step in which it is rounded for a product, or encoded and decoded for an exchange.
+    """
+
+    source: IndexedSpec
+    target: IndexedSpec
+    message: Message
+    coding_s: float
 
 
-def _exchange(
-    edge: Edge, nodes: Sequence[Node], costs: NodeCosts, choice: Sequence[int]
-) -> tuple[IndexedSpec, IndexedSpec, str]:
-    """Returns the specs of both ends of an edge in a choice, and the format in which it exchanges codes, if it does."""
-    made_by, read_by = (nodes[node].strategies[choice[node]] for node in (edge.node, edge.reader))
-    source, target = made_by.results[edge.result], read_spec(nodes[edge.reader], edge.operand, choice[edge.reader])
+def _move(edge: Edge, nodes: Sequence[Node], costs: NodeCosts, choice: Sequence[int]) -> _Move:
+    node, reader, value, reshards = nodes[edge.node], nodes[edge.reader], edge.value, costs.reshard_costs
+    made_by, read_by = node.strategies[choice[edge.node]], reader.strategies[choice[edge.reader]]
+    source, target = made_by.results[edge.result], read_spec(reader, edge.operand, choice[edge.reader])
     name = exchange_format(edge, nodes, made_by, read_by)
-    is_coded = name and is_exchange(costs.reshard_costs.path, edge.value, source, target)
-    return source, target, name if is_coded else ""
+    if name and is_exchange(reshards.path, value, source, target):
+        coding_s = edge.weight * reshards.coding_s(value, [source], [target], name).item()
+        return _Move(source, target, Message(True, exchange_bytes(value, name), ()), coding_s)
+    name = read_by.format if reader.shared_value is None else ""
+    is_rounded = node.shared_value is not None and made_by.format == name
+    message = message_of(reshards.path, value, source, target, reader.vertex, edge.operand, name, is_rounded)
+    return _Move(source, target, message, reader.vertex.weight * reshards.rounding_s(value, message, name))
 
 
 def _transfers(
     graph: Graph,
     nodes: Sequence[Node],
     edges: Sequence[Edge],
-    messages: Sequence[Message],
+    moves: Sequence[_Move],
     costs: NodeCosts,
     axis_names: Sequence[str],
     strategies: Sequence[tuple],
@@ -212,10 +212,8 @@ def _transfers(
             transfers.append(
                 Transfer(*sent, node.vertex.index, i, node.shared_value.vertex, first_reader[node.shared_value.id])
             )
-    for edge, message in zip(edges, messages, strict=True):
+    for edge, (source, target, message, _) in zip(edges, moves, strict=True):
         if edge.node != edge.reader:
-            source = nodes[edge.node].strategies[choice[edge.node]].results[edge.result]
-            target = read_spec(nodes[edge.reader], edge.operand, choice[edge.reader])
             vertex, shared = nodes[edge.reader].vertex.index, nodes[edge.reader].shared_value
             reader = vertex if shared is None else None
             for axis in message.maxima:
