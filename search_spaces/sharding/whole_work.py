@@ -9,7 +9,7 @@ What is lost is the operation's predicted time less the time that it would take 
 so that operations too small to gain from more devices lose nothing.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -20,7 +20,7 @@ from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Axes, Dimensions, Node, Rule, ShardingStrategy
 from search_spaces.sharding.explaining import sources_of
 from search_spaces.sharding.given import is_constrained
-from search_spaces.sharding.graph import Graph, Value, Vertex
+from search_spaces.sharding.graph import Graph, Value, Vertex, values_of
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.opaque.operations import UNEVEN, name_of, opaque_of, refusal
 from search_spaces.sharding.own_collectives import stated_seconds
@@ -275,89 +275,68 @@ def notes_of(
       rules: for each vertex its rule or None.
       as_program: whether operations are split only in ways that have a form on one device's part.
     """
-    without_rule = [
-        vertex
-        for vertex in graph.operations()
-        if rules[vertex.index] is None
-        and not is_constrained(vertex)
-        and any(isinstance(x, Value) and x.shape for x in (*vertex.operands, *vertex.results))
-    ]
+    without_rule, ruled, opaque = list[Vertex](), list[tuple[Vertex, Rule]](), list[tuple[Vertex, Rule]]()
+    for vertex in graph.operations():
+        rule = rules[vertex.index]
+        if rule is not None and opaque_of(vertex) is not None:
+            opaque.append((vertex, rule))
+        elif not is_constrained(vertex) and rule is not None:
+            ruled.append((vertex, rule))
+        elif not is_constrained(vertex) and any(v.shape for v in (*values_of(vertex.operands), *vertex.results)):
+            without_rule.append(vertex)
+    axes = Axes(axis_sizes, tuple(range(len(axis_sizes))))
     notes = [
         f"{name} has no sharding rule and runs whole on every device ({sources}). It is priced by the bytes of its "
         "operands and results, and by its arithmetic as far as that is known; `diffshard.kernel` can say more."
         for name, sources in sources_of(without_rule)
     ]
     if as_program:
+        without_form = [v for v, r in ruled if _num_elements(v) >= LEAST_NOTED_ELEMENTS and _has_no_form(v, r, axes)]
         notes += [
             f"{name} runs whole on every device ({sources}), and is priced so: what its rule splits has no form on one "
             'device\'s part. `executor="constraints"` can split it.'
-            for name, sources in sources_of(_without_form(graph, rules, axis_sizes))
+            for name, sources in sources_of(without_form)
         ]
+    never_split = [v for v, r in ruled if _num_elements(v) >= LEAST_WHOLE_ELEMENTS and not _splits(r, axes)]
     notes += [
         f"{name} runs whole on every device ({sources}): its sharding rule splits no dimension of these arrays."
-        for name, sources in sources_of(_never_split(graph, rules, axis_sizes))
+        for name, sources in sources_of(never_split)
     ]
     refused: dict[str, list[str]] = {}
-    for vertex, reason in _refused_splits(graph, rules, axis_names, axis_sizes):
+    for vertex, reason in _refused_splits(opaque, axis_names, axes):
         text = f"{name_of(vertex)} does not run on {reason}"
         refused.setdefault(text, []).append(vertex.user_source)
     notes += [f"{text} ({len(sources)}x, {min(sources)})." for text, sources in refused.items()]
     return (*graph.notes, *notes)
 
 
-def _without_form(graph: Graph, rules: Sequence[Rule | None], axis_sizes: tuple[int, ...]) -> list[Vertex]:
-    """Returns the operations that their rules split, but only in ways that have no form on one device's part."""
-    axes = Axes(axis_sizes, tuple(range(len(axis_sizes))))
-    found: list[Vertex] = []
-    for vertex, rule in _ruled_operations(graph, rules, LEAST_NOTED_ELEMENTS):
-        splits = [s for s in strategies_of_rule(rule, axes) if s.parts > 1]
-        if splits and all(is_replicated(vertex, s, axis_sizes) for s in splits):
-            found.append(vertex)
-    return found
+def _splits(rule: Rule, axes: Axes) -> list[ShardingStrategy]:
+    return [strategy for strategy in strategies_of_rule(rule, axes) if strategy.parts > 1]
 
 
-def _never_split(graph: Graph, rules: Sequence[Rule | None], axis_sizes: tuple[int, ...]) -> list[Vertex]:
-    """Returns the large operations whose rules split nothing, such as a sort of one dimension."""
-    axes = Axes(axis_sizes, tuple(range(len(axis_sizes))))
-    return [
-        vertex
-        for vertex, rule in _ruled_operations(graph, rules, LEAST_WHOLE_ELEMENTS)
-        if not any(strategy.parts > 1 for strategy in strategies_of_rule(rule, axes))
-    ]
+def _has_no_form(vertex: Vertex, rule: Rule, axes: Axes) -> bool:
+    """Returns whether a rule splits an operation, but only in ways that have no form on one device's part."""
+    splits = _splits(rule, axes)
+    return bool(splits) and all(is_replicated(vertex, strategy, axes.sizes) for strategy in splits)
 
 
-def _ruled_operations(graph: Graph, rules: Sequence[Rule | None], least: int) -> Iterator[tuple[Vertex, Rule]]:
-    """Returns the operations with a rule of Shardy's whose largest array has at least so many elements in all trips."""
-    for vertex in graph.operations():
-        rule = rules[vertex.index]
-        if rule is None or opaque_of(vertex) is not None or is_constrained(vertex):
-            continue
-        if _num_elements(vertex) * vertex.weight >= least:
-            yield vertex, rule
-
-
-def _num_elements(vertex: Vertex) -> int:
-    """Returns the size of the largest array that an operation reads or writes."""
-    arrays = (x for x in (*vertex.operands, *vertex.results) if isinstance(x, Value))
-    return max((prod(x.shape) for x in arrays), default=0)
+def _num_elements(vertex: Vertex) -> float:
+    """Returns the size of the largest array that an operation reads or writes, in all trips."""
+    return vertex.weight * max((prod(v.shape) for v in (*values_of(vertex.operands), *vertex.results)), default=0)
 
 
 def _refused_splits(
-    graph: Graph, rules: Sequence[Rule | None], axis_names: tuple[str, ...], axis_sizes: tuple[int, ...]
+    opaque: Sequence[tuple[Vertex, Rule]], axis_names: tuple[str, ...], axes: Axes
 ) -> list[tuple[Vertex, str]]:
     """Returns the opaque operations that do not run on parts of some mesh axis although their rule allows it, and why.
 
     Each mesh axis is tried by itself.
     """
     refused: list[tuple[Vertex, str]] = []
-    axes = Axes(axis_sizes, tuple(range(len(axis_sizes))))
-    for vertex in graph.operations():
-        rule = rules[vertex.index]
-        if rule is None or opaque_of(vertex) is None:
-            continue
+    for vertex, rule in opaque:
         for strategy in strategies_of_rule(rule, axes):
             split = {a for spec in (*strategy.operands, *strategy.unreduced) for a in axes_in(spec)}
-            reason = refusal(vertex, strategy, axis_sizes) if len(split) == 1 else None
+            reason = refusal(vertex, strategy, axes.sizes) if len(split) == 1 else None
             if reason not in (None, UNEVEN):
                 refused.append((vertex, f"some parts over mesh axis {axis_names[min(split)]!r}: {reason}"))
                 break
