@@ -9,8 +9,8 @@ how it is resharded and computed with is left to `Arrays`.
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 
@@ -33,27 +33,19 @@ for their reduction under their vertex.
 """
 
 
-class _Kept(NamedTuple):
-    """Where the codes of a value stand in an environment."""
+class _Key(NamedTuple):
+    """Where something else stands in an environment than the array of a value.
 
-    value: int
-
-
-@dataclass(frozen=True)
-class _OnHost:
-    """Where an array of the state in the host's memory stands in an environment."""
-
-    value: int | None
-
-
-@dataclass(frozen=True)
-class _Residual:
-    """Where the residual of an operation's sums stands in an environment: in its last map.
-
-    It is no tuple, which would be equal to another one of the same number.
+    Attributes:
+      what: the "codes" of a value, its array "on host", or the "residual" of an operation's sums (in the last map).
+      number: the id of the value, or the index of the operation.
     """
 
-    vertex: int
+    what: Literal["codes", "on host", "residual"]
+    number: int | None
+
+
+_codes, _on_host, _residual = (partial(_Key, what) for what in ("codes", "on host", "residual"))
 
 
 class GraphInterpreter:
@@ -96,26 +88,26 @@ class GraphInterpreter:
           residuals: of sums that are sent with error feedback, by vertex; inside loops stacked, as a scan slices them.
         """
         residuals = residuals or {}
-        env: Environment = ChainMap({_Residual(vertex): array for vertex, array in residuals.items()})
+        env: Environment = ChainMap({_residual(vertex): array for vertex, array in residuals.items()})
         for vertex, array in zip((*self.graph.inputs, *self.graph.constants), (*arguments, *constants), strict=True):
             self._enter(env, vertex, array)
         self._copy_in(env, None)
         self._steps(env, self.graph.block.steps)
         targets = zip(self.graph.outputs, self.layout.output_specs, strict=True)
         results = [self._result(env, output, spec) for output, spec in targets]
-        return [*results, *(env[_Residual(vertex)] for vertex in residuals)]
+        return [*results, *(env[_residual(vertex)] for vertex in residuals)]
 
     def _result(self, env: Environment, output: Operand, spec: IndexedSpec) -> Any:
         if isinstance(output, Value) and output.id in self.host.of_result:
-            return env[_OnHost(output.id)]
+            return env[_on_host(output.id)]
         return self._read_operand(env, output, spec)
 
     def _copy_in(self, env: Environment, made: int | None) -> None:
         """Begins the copies from the host's memory that wait for a value."""
         for array in self.host.coming.get(made, ()):
             value, spec = self.graph.values[array.value], self.layout.strategies[array.vertex].unreduced[0]
-            keys = [key for key in (made, _OnHost(array.after)) if key in env]
-            copy, after = self.flow.from_host(env.maps[-1].pop(_OnHost(value.id)), value, [env[key] for key in keys])
+            keys = [key for key in (made, _on_host(array.after)) if key in env]
+            copy, after = self.flow.from_host(env.maps[-1].pop(_on_host(value.id)), value, [env[key] for key in keys])
             for key, other in zip(keys, after, strict=True):
                 next(arrays for arrays in env.maps if key in arrays)[key] = other
             self._store(ChainMap(env.maps[-1]), value, copy, spec)
@@ -126,7 +118,7 @@ class GraphInterpreter:
         if value.id in self.host.of_result:
             spec = self.layout.strategies[self.host.of_result[value.id].vertex].unreduced[0]
             array = self._reshard(env[value.id], value, self.layout.value_specs[value.id], spec)
-            env[_OnHost(value.id)] = self.flow.to_host(array, value)
+            env[_on_host(value.id)] = self.flow.to_host(array, value)
 
     def _reshard(
         self, array: Any, value: Value, source: IndexedSpec, target: IndexedSpec, exchanged_in: str = ""
@@ -166,7 +158,7 @@ class GraphInterpreter:
         env[value.id] = self._as_read(array, value, spec)
         if value.id in self.late.kept:
             assert self.keeping is not None
-            env[value.id], env[_Kept(value.id)] = self.keeping.encode(env[value.id], value)
+            env[value.id], env[_codes(value.id)] = self.keeping.encode(env[value.id], value)
         self._arrived(env, value)
 
     def _as_read(self, array: Any, value: Value, spec: IndexedSpec) -> Any:
@@ -186,7 +178,7 @@ class GraphInterpreter:
     def _late_array(self, env: Environment, value: Value) -> Any:
         """Returns a value from its codes, or computed again from others that are."""
         if value.id in self.late.kept:
-            return self._decoded(env[_Kept(value.id)], value)
+            return self._decoded(env[_codes(value.id)], value)
         vertex = self.graph.vertices[value.vertex]
         inner = self._with_late(env, vertex).new_child()
         with self._context_of(vertex):
@@ -199,7 +191,7 @@ class GraphInterpreter:
         """Puts an array that a vertex stores into the environment, gathered as the strategy has it."""
         strategy, value = self.layout.strategies[vertex.index], vertex.results[0]
         if value.id in self.host.of_argument:
-            env[_OnHost(value.id)] = array
+            env[_on_host(value.id)] = array
             return
         if value.shape:
             array = self.arrays.fix(array, value, strategy.unreduced[0])
@@ -248,7 +240,7 @@ class GraphInterpreter:
             self._finish(env, vertex, results)
 
     def _finish(self, env: Environment, vertex: Vertex, partial: Sequence[Any]) -> None:
-        key = _Residual(vertex.index)
+        key = _residual(vertex.index)
         if key in env:
             *results, env.maps[-1][key] = self.arrays.reduce(vertex, partial, env[key])
         else:
@@ -332,7 +324,7 @@ class GraphInterpreter:
         values = [v for v in values if v.id in env]  # others wait for a barrier, or are fetched
         if params["differentiated"] and values:
             # Numbers that are kept as codes need not be there any more.
-            keys = [_Kept(v.id) if v.id in self.late.kept else v.id for v in values if v.id not in self.late.again]
+            keys = [_codes(v.id) if v.id in self.late.kept else v.id for v in values if v.id not in self.late.again]
             arrays = self.flow.barrier([env[key] for key in keys])
             inner.update(zip(keys, arrays, strict=True))
         self._steps(inner, region.blocks[0].steps)
@@ -361,7 +353,7 @@ class GraphInterpreter:
     def _scan(self, env: Environment, region: Region) -> None:
         stacks = [self.graph.vertices[v.vertex] for v in region.results[len(region.carries) :]]
         vertices = sorted(vertex.index for vertex in operations_in(region.blocks[0].steps))
-        residuals, delayed = [key for key in map(_Residual, vertices) if key in env], self.delayed
+        residuals, delayed = [key for key in map(_residual, vertices) if key in env], self.delayed
         scales = delayed.of_loop(vertices) if delayed is not None else []
         first_residual, first_scale = len(region.slices), len(region.slices) + len(residuals)
 
@@ -376,7 +368,7 @@ class GraphInterpreter:
 
         coded = list(map(self._kept_stack, region.slices))
         xs = [
-            self._operand(self._with_late(env, vertex), vertex, 0) if stack is None else env[_Kept(stack.id)]
+            self._operand(self._with_late(env, vertex), vertex, 0) if stack is None else env[_codes(stack.id)]
             for vertex, stack in zip(region.slices, coded, strict=True)
         ]
         xs += [env[key] for key in residuals]
@@ -390,7 +382,7 @@ class GraphInterpreter:
         for stack, array in zip(stacks, ys, strict=False):
             (value,) = stack.results
             if value.id in self.late.kept:
-                env[_Kept(value.id)] = self.arrays.fix(array, value, self.layout.strategies[stack.index].results[0])
+                env[_codes(value.id)] = self.arrays.fix(array, value, self.layout.strategies[stack.index].results[0])
             else:
                 self._leave(env, stack, array, 0)
 
