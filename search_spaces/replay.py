@@ -141,23 +141,25 @@ def evaluated(
     operands: Sequence[Any],
     run: Callable[[core.JaxprEqn, list[Any]], Sequence[Any]] = bind,
     calls: Mapping[str, str] | None = None,
+    context: Callable[[core.JaxprEqn], AbstractContextManager[None]] = context_of,
 ) -> list[Any]:
     """Runs a jaxpr equation by equation, and returns its results.
 
     Args:
       run: `run(equation, operands)` returns the results of an equation, in whose context it is called.
       calls: names of primitives that call a jaxpr, with the parameter that holds it; their equations run in its place.
+      context: what is restored of each equation.
     """
     env = {**dict(zip(jaxpr.constvars, consts, strict=True)), **dict(zip(jaxpr.invars, operands, strict=True))}
     for equation in jaxpr.eqns:
         given = [atom.val if isinstance(atom, core.Literal) else env[atom] for atom in equation.invars]
         called = equation.params.get((calls or {}).get(equation.primitive.name, ""))
-        with context_of(equation):
+        with context(equation):
             if called is None:
                 made = run(equation, given)
             else:
                 inner = (called.jaxpr, called.consts) if isinstance(called, core.ClosedJaxpr) else (called, ())
-                made = evaluated(*inner, given, run, calls)
+                made = evaluated(*inner, given, run, calls, context)
         env.update(zip(equation.outvars, made, strict=True))
     return [atom.val if isinstance(atom, core.Literal) else env[atom] for atom in jaxpr.outvars]
 

@@ -12,7 +12,7 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from search_spaces.partition_specs import IndexedSpec, broadcast_specs, checked_axes_of, split_shape
-from search_spaces.replay import REMAT, abstract_argument, bind, source_of, with_inner
+from search_spaces.replay import REMAT, abstract_argument, bind, evaluated, source_of, with_inner
 from search_spaces.sharding.base import GivenSpec, ShardingStrategy
 from search_spaces.sharding.graph import Graph, Operand, Value, Vertex
 from search_spaces.sharding.rules import shapes_of
@@ -259,22 +259,10 @@ class _Evaluation:
 
     def closed(self, jaxpr: core.ClosedJaxpr) -> core.ClosedJaxpr:
         def run(*operands: Any) -> list[Any]:
-            return self.results_of(jaxpr.jaxpr, jaxpr.consts, operands)
+            return evaluated(jaxpr.jaxpr, jaxpr.consts, operands, self._results, INLINED_BODIES, source_of)
 
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
             return jax.make_jaxpr(run)(*map(abstract_argument, jaxpr.in_avals))
-
-    def results_of(self, jaxpr: Any, constants: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *operands), strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, core.Literal) else values[atom]
-
-        for equation in jaxpr.eqns:
-            with source_of(equation):
-                results = self._results(equation, [read(atom) for atom in equation.invars])
-            values.update(zip(equation.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
 
     def _results(self, equation: core.JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
         name, params = equation.primitive.name, equation.params
@@ -285,9 +273,6 @@ class _Evaluation:
             )
         if name == "reshard":
             return [self._constrained(operands[0], params["dst_sharding"])]
-        if name in INLINED_BODIES:
-            body = params[INLINED_BODIES[name]]
-            return self.results_of(getattr(body, "jaxpr", body), getattr(body, "consts", ()), operands)
         changed = {key: self._changed(value) for key, value in params.items() if _is_changed(name, key, value)}
         results = bind(equation, operands, **changed)
         if self.is_explicit and params.get("out_sharding") is not None:
