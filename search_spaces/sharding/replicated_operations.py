@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from search_spaces.sharding.base import ShardingStrategy
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.local_operations import PARAMETERS, PLACED_OPERATIONS, REDUCTIONS, ragged_contraction
-from search_spaces.sharding.opaque.operations import can_split, opaque_of
+from search_spaces.sharding.opaque.operations import opaque_of, refusal
 from search_spaces.sharding.rules import RIGHT_SIDES
 from search_spaces.sharding.spec import axes_in, parts_of
 
@@ -71,7 +71,7 @@ def is_replicated(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[
         return False
     name = vertex.primitive
     if opaque_of(vertex) is not None:
-        return not can_split(vertex, strategy, axis_sizes)
+        return refusal(vertex, strategy, axis_sizes) is not None
     if any(strategy.reductions) and name not in REDUCTIONS:
         return True
     if name in _CONDITIONS:

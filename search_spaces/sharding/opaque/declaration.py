@@ -148,14 +148,11 @@ def check_kernel(kernel: DifferentiableKernel, *operands: Any, tolerance: float 
         results = kernel.kernel.run(arrays)
         wanted, given = (tuple(jnp.issubdtype(x.dtype, jnp.inexact) for x in some) for some in (arrays, results))
         cotangents = [_array(x, -1 - i) for i, x in enumerate(map(_type, results)) if given[i]]
-        backward = _own_kernel(kernel.backward) or backward_kernel(kernel.kernel, kernel.backward, wanted, given)
+        own = kernel.backward
+        is_own = isinstance(own, DifferentiableKernel)
+        backward = own.kernel if is_own else backward_kernel(kernel.kernel, own, wanted, given)
         _check(backward, [*arrays, *results, *cotangents], tolerance)
     return tried
-
-
-def _own_kernel(backward: Any) -> Kernel | None:
-    """Returns the kernel of a backward that was declared as one; None for a plain function."""
-    return backward.kernel if isinstance(backward, DifferentiableKernel) else None
 
 
 def _type(x: Any) -> jax.ShapeDtypeStruct:

@@ -5,9 +5,10 @@ that operand's gradient, so splitting it leaves partial sums.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import jax
@@ -99,13 +100,13 @@ def _gradients(kernel: Kernel, backward: Any, residuals: Any, cotangents: Sequen
     operands, results = residuals
     wanted = tuple(map(_is_differentiable, operands))
     given = tuple(map(_is_differentiable, results))
-    arguments = [*operands, *results, *(c for c, is_given in zip(cotangents, given, strict=True) if is_given)]
+    arguments = [*operands, *results, *compress(cotangents, given)]
     if not any(wanted):
         return (None,) * len(operands)
     if isinstance(backward, DifferentiableKernel):
         gradients = backward(*arguments)
         gradients = list(gradients) if isinstance(gradients, tuple) else [gradients]
-        _check_gradients(kernel, [x for x, is_wanted in zip(operands, wanted, strict=True) if is_wanted], gradients)
+        _check_gradients(kernel, compress(operands, wanted), gradients)
     else:
         gradients = backward_kernel(kernel, backward, wanted, given).bind(arguments)
     remaining = iter(gradients)
@@ -115,7 +116,7 @@ def _gradients(kernel: Kernel, backward: Any, residuals: Any, cotangents: Sequen
 _forward.defvjp(_forward_with_residuals, _gradients)
 
 
-def _check_gradients(kernel: Kernel, operands: Sequence[Any], gradients: Sequence[Any]) -> None:
+def _check_gradients(kernel: Kernel, operands: Iterable[Any], gradients: Sequence[Any]) -> None:
     expected = [f"{x.dtype}{list(x.shape)}" for x in operands]
     came = [f"{x.dtype}{list(x.shape)}" for x in gradients]
     if came != expected:
@@ -142,8 +143,7 @@ def backward_rule(rule: NamedRule, wanted: Sequence[bool], given: Sequence[bool]
 
     A maximum's gradient goes to the largest element only, which no part of the array can tell: its factor stays whole.
     """
-    cotangents = tuple(r for r, is_given in zip(rule.results, given, strict=True) if is_given)
-    gradients = tuple(o for o, is_wanted in zip(rule.operands, wanted, strict=True) if is_wanted)
+    cotangents, gradients = tuple(compress(rule.results, given)), tuple(compress(rule.operands, wanted))
     of_operands, of_results = _names(rule.operands), _names(rule.results)
     summed = {factor for factor, kind in rule.reduction if kind == "sum"}
     open_factors = (
@@ -178,12 +178,11 @@ class _Derivative:
             remaining = iter(numbers)
             results = self.kernel.fn(*(next(remaining) if w else x for x, w in zip(operands, self.wanted, strict=True)))
             results = results if isinstance(results, tuple | list) else [results]
-            return [x for x, is_given in zip(results, self.given, strict=True) if is_given]
+            return list(compress(results, self.given))
 
-        numbers = [x for x, is_wanted in zip(operands, self.wanted, strict=True) if is_wanted]
         self.kernel.trace(operands)  # an error here is of the function itself
         try:
-            _, pull = jax.vjp(of_numbers, *numbers)
+            _, pull = jax.vjp(of_numbers, *compress(operands, self.wanted))
             return pull(list(cotangents))
         except Exception as error:  # whatever JAX or a foreign primitive raises
             text = str(error).strip().split("\n")[0]
@@ -205,6 +204,5 @@ class _Backward:
     def __call__(self, *arguments: Any) -> tuple[Any, ...]:
         gradients = self.backward(*arguments)
         gradients = tuple(gradients) if isinstance(gradients, tuple | list) else (gradients,)
-        operands = [x for x, is_wanted in zip(arguments, self.wanted, strict=False) if is_wanted]
-        _check_gradients(self.kernel, operands, gradients)
+        _check_gradients(self.kernel, compress(arguments, self.wanted), gradients)
         return gradients

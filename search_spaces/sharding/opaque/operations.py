@@ -250,17 +250,10 @@ def own_collectives(
     return opaque.collectives(vertex.equation, Parts(strategy.operands, strategy.unreduced, axis_names, axis_sizes))
 
 
-def can_split(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> bool:
-    """Returns whether an opaque operation runs on the parts of a strategy: even ones that its function accepts.
-
-    Raises:
-      ValueError: the function gives results of other shapes than its rule says.
-    """
-    return refusal(vertex, strategy, axis_sizes) is None
-
-
 def refusal(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> str | None:
     """Returns why an opaque operation does not run on the parts of a strategy; None if it does.
+
+    It does on even parts that its function accepts.
 
     Raises:
       ValueError: the function gives results of other shapes than its rule says.

@@ -15,8 +15,8 @@ import jax
 from jax.extend import core
 
 from cost.base import Work
-from cost.compute import equation_flops, inner_jaxprs
-from search_spaces.replay import bind
+from cost.compute import equation_flops
+from search_spaces.replay import bind, with_inner
 from search_spaces.sharding.base import Rule
 from search_spaces.sharding.opaque.kernel import Parts, arrays_bytes, dtype_of_work
 from search_spaces.sharding.rules import Factors, Mark, rule_from_factors
@@ -204,10 +204,8 @@ def _free_axes(equation: core.JaxprEqn, arrays: Sequence[_Array]) -> list[int]:
 
 def _asked_axes(jaxpr: Any, num_axes: int) -> Iterator[int]:
     """Yields the grid axes of which a body asks: all if it draws random numbers, which go on from place to place."""
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for equation in with_inner(getattr(jaxpr, "jaxpr", jaxpr).eqns):
         if equation.primitive.name in _PLACES:
             yield equation.params["axis"]
         elif equation.primitive.name.startswith("prng"):
             yield from range(num_axes)
-        for inner in inner_jaxprs(equation):
-            yield from _asked_axes(inner, num_axes)
