@@ -7,11 +7,12 @@ All parts of a search share its `Deadline`.
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from cost.base import Problem
 from cost.real_numbers import real_number
@@ -121,6 +122,25 @@ class FileError(ValueError):
 
 class PlanError(FileError):
     """A plan does not fit what it is applied to, or its file cannot be read."""
+
+
+def checked_mesh(mesh: Any, axes: Mapping[str, int] | None = None, name: str = "mesh") -> Mesh | AbstractMesh:
+    """Returns an argument that is a mesh of JAX, of devices or abstract.
+
+    Args:
+      axes: of a plan, which the mesh must have in the same order; None for any.
+      name: of the argument.
+
+    Raises:
+      TypeError: it is no mesh.
+      PlanError: it has other axes than the plan's.
+    """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"`{name}` must be a jax.sharding.Mesh or an AbstractMesh, not {mesh!r}.")
+    # Of axes in another order, parts over several axes would come out in another order than specs say.
+    if axes is not None and list(mesh.shape.items()) != list(axes.items()):
+        raise PlanError(f"`{name}` has the axes {dict(mesh.shape)}; the plan was made for {dict(axes)}.")
+    return mesh
 
 
 class NumbersError(RuntimeError):

@@ -33,6 +33,8 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     Raises:
       OSError: the file cannot be written; an old one is unchanged, and no temporary file stays behind.
     """
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"`{os.fspath(path)}` cannot be written: it is a folder. Give the path of a file.")
     if os.path.exists(path) and not os.path.isfile(path):
         with open(path, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)

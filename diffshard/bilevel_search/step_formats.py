@@ -30,8 +30,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jax.sharding import AbstractMesh, Mesh
 
+from diffshard.base import checked_mesh
 from diffshard.bilevel_search.inputs import check_key, checked_steps
 from diffshard.bilevel_search.relaxed_formats import (
     RelaxedFormats,
@@ -379,8 +379,7 @@ def _request(options: Options, args: tuple[Any, ...]) -> PlanRequest:
 def _check(fn: Any, mesh: Any, formats: Any) -> None:
     if not callable(fn):
         raise TypeError(f"`fn` must be a training step, as `search` takes it, not {fn!r}.")
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(f"`mesh` must be a `Mesh` or an `AbstractMesh`, not {type(mesh).__name__}.")
+    checked_mesh(mesh)
     if not isinstance(formats, Formats):
         raise TypeError(f"`formats` must be a diffshard.formats.Formats, not {type(formats).__name__}.")
     for name in ("calls", "increases"):

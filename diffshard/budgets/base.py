@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.base import Hardware
 from cost.real_numbers import Amount, Count, Index, Limit, PositiveAmount, checked_number, whole_number
-from diffshard.base import PlanError
+from diffshard.base import PlanError, checked_mesh
 from diffshard.plans.documents import BUDGET, RecordFile
 from diffshard.plans.file import from_json, to_json
 from diffshard.plans.formats import (
@@ -55,8 +55,7 @@ class Phase:
     device_ids: tuple[Index, ...] | None = None
 
     def __post_init__(self):
-        if not isinstance(self.mesh, Mesh | AbstractMesh):
-            raise TypeError(f"`Phase.mesh` must be a Mesh or an AbstractMesh, not {type(self.mesh).__name__}.")
+        checked_mesh(self.mesh, name="Phase.mesh")
         if (self.num_steps is None) == (self.duration_s is None):
             raise ValueError(
                 f"`Phase` takes either `num_steps` or `duration_s`, got {self.num_steps!r} and {self.duration_s!r}."
@@ -200,9 +199,7 @@ class Budget(PlanRecord):
 
     def _on(self, phase: int, mesh: Mesh | AbstractMesh) -> "Budget":
         """Returns the budget with another mesh for a phase."""
-        if list(mesh.shape.items()) != list(self.phases[phase].mesh.shape.items()):
-            axes = dict(self.phases[phase].mesh.shape)
-            raise PlanError(f"`meshes[{phase}]` has the axes {dict(mesh.shape)}; the phase has {axes}.")
+        checked_mesh(mesh, self.phases[phase].mesh.shape, f"meshes[{phase}]")
 
         def on_mesh(plans: PhasePlans) -> PhasePlans:
             plan = replace(plans.plans[phase], mesh=mesh)

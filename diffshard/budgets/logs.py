@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from cost.base import Hardware
 from cost.real_numbers import FiniteNumber, Index, checked_number
+from diffshard.base import checked_mesh
 from diffshard.budgets.base import Phase
 
 _PAUSE = 0  # the rank of times without devices; those of meshes begin at 1
@@ -144,8 +145,7 @@ def _finite(name: str, value: float) -> float:
 def _checked_mesh(mesh: Mesh | AbstractMesh | None, number: int) -> Mesh | AbstractMesh | None:
     if mesh is None:
         return None
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(f"`mesh_of({number})` must be a Mesh, an AbstractMesh or None, not {type(mesh).__name__}.")
+    checked_mesh(mesh, name=f"mesh_of({number})")
     if mesh.size > number:
         raise ValueError(
             f"`mesh_of({number})` must have at most {number} devices, but has {mesh.size}: {dict(mesh.shape)}. Return "

@@ -28,7 +28,7 @@ from diffshard.checks.hlo import MemoryPlan, memory_plan
 from diffshard.checks.targets import Target
 from diffshard.child_processes import python_command, python_environment
 
-JOB, HLO, MEMORY = "job.pickle", "program.hlo", "memory.json"
+JOB, HLO, MEMORY, STDERR = "job.pickle", "program.hlo", "memory.json", "stderr"
 
 
 @dataclass(frozen=True)
@@ -138,11 +138,11 @@ class _Process:
         }
         if cache := jax.config.values.get("jax_compilation_cache_dir"):
             environment["JAX_COMPILATION_CACHE_DIR"] = str(cache)
-        self.stderr = (folder / "stderr").open("w+", encoding="utf-8", errors="replace")
-        self.process = subprocess.Popen(
-            python_command("-m", "diffshard.checks.compilation", str(folder)),
-            env=environment, stdout=subprocess.DEVNULL, stderr=self.stderr, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        with (folder / STDERR).open("wb") as stderr:
+            self.process = subprocess.Popen(
+                python_command("-m", "diffshard.checks.compilation", str(folder)),
+                env=environment, stdout=subprocess.DEVNULL, stderr=stderr, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
         self.is_late = False
 
     def has_ended(self) -> bool:
@@ -159,9 +159,7 @@ class _Process:
 
     def result(self) -> CompiledStep | str:
         """Returns what an ended process has written, or a sentence that says why there is nothing."""
-        self.stderr.seek(0)
-        output = self.stderr.read()
-        self.stderr.close()
+        output = (self.folder / STDERR).read_text(encoding="utf-8", errors="replace")
         if self.is_late:
             return f"The compiler was stopped after {self.timeout_s:g} s."
         if self.process.returncode < 0:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh, Mesh
 
 from cost.base import Hardware
-from diffshard.base import InfeasibleError, PlanError
+from cost.real_numbers import Limit, checked_number
+from diffshard.base import InfeasibleError, checked_mesh
 from diffshard.checks.compilation import CompiledStep, Job, compile_steps
 from diffshard.checks.targets import Target, target_for
 from diffshard.checks.timeline import COMPUTE, simulate
@@ -151,6 +152,8 @@ def compare(
       ProcessesError: another process has given other plans, or an argument that breaks a rule.
     """
     with errors_for_all(mesh, "compare plans"):
+        checked_mesh(mesh)
+        checked_number("timeout_s", timeout_s, Limit, " of seconds")
         if not isinstance(plans, Mapping) or not plans:
             raise ValueError(f"`plans` must map at least one name to a plan, not {plans!r}.")
         plans = {name: _plan_or_shardings(plan, mesh) for name, plan in plans.items()}
@@ -188,8 +191,8 @@ def _plan_or_shardings(plan: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Returns a plan, read from its file where a path is given; anything else as it is."""
     if isinstance(plan, str | os.PathLike):
         plan = Plan.load(plan)
-    if isinstance(plan, Plan) and list(plan.mesh_axes.items()) != list(mesh.shape.items()):
-        raise PlanError(f"`mesh` has the axes {dict(mesh.shape)}; a plan was made for {dict(plan.mesh_axes)}.")
+    if isinstance(plan, Plan):
+        checked_mesh(mesh, plan.mesh_axes)
     return plan
 
 

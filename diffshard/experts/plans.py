@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.expert_groups import Group
 from cost.real_numbers import Amount, Index
-from diffshard.base import PlanError
+from diffshard.base import PlanError, checked_mesh
 from diffshard.experts.layout import ExpertLayout
 from diffshard.plans.documents import EXPERT_ASSIGNMENT, EXPERT_GROUPS, RecordFile
 from diffshard.plans.formats import format_count, format_s, format_table
@@ -66,10 +66,10 @@ class ExpertAssignment(PlanRecord):
         Over the other axes of the mesh experts are copied, and each copy works on tokens of its own.
 
         Raises:
+          TypeError: `mesh` is no mesh.
           PlanError: the mesh has no such axis, or it has another number of devices than there are workers.
         """
-        if not isinstance(mesh, Mesh | AbstractMesh):
-            raise PlanError(f"`mesh` must be a `jax.sharding.Mesh` or `AbstractMesh`, not {mesh!r}.")
+        checked_mesh(mesh)
         if axis not in mesh.shape or mesh.shape[axis] != len(self.busy_s):
             raise PlanError(
                 f"`mesh` must have an axis {axis!r} of {len(self.busy_s)} devices, one for each worker; its axes are "

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from diffshard.base import PlanError
+from diffshard.base import checked_mesh
 from diffshard.plans.base import Operation, PlanData, PredictedCollective, Tensor
 from diffshard.plans.consistency import check_plan
 from diffshard.plans.documents import SHARDING, made_of, read, write
@@ -42,7 +42,7 @@ def load(path: str | PathLike[str], kind: type[PlanT], mesh: Mesh | AbstractMesh
     """Reads a plan of a kind, `PlanData` or a class with its fields; `mesh` as in `Plan.load`.
 
     Raises:
-      PlanError: as `from_json`.
+      TypeError, PlanError: as `from_json`.
       OSError: the file cannot be read.
     """
     return from_json(read(path), os.fspath(path), kind, mesh)
@@ -85,10 +85,14 @@ def from_json(
     Args:
       kind: `PlanData` or a class with its fields.
       places: where the function's operations are, if the values come from `without_places`.
+
+    Raises:
+      TypeError: `mesh` is no mesh.
+      PlanError: the values are no plan, damaged, or of another version; or the mesh has other axes.
     """
     plan = made_of(document, name, SHARDING, VERSION, lambda values: _plan_from_values(values, kind, mesh, places))
-    if mesh is not None and list(mesh.shape.items()) != list(plan.mesh_axes.items()):  # their order counts
-        raise PlanError(f"`mesh` has the axes {dict(mesh.shape)}; the plan in `{name}` is for {dict(plan.mesh_axes)}.")
+    if mesh is not None:
+        checked_mesh(mesh, plan.mesh_axes)
     return plan
 
 

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from cost.base import Hardware
 from cost.presets import hardware_of, preset_of_mesh
 from cost.real_numbers import Limit, checked_number, whole_number
-from diffshard.base import Deadline, Solver
+from diffshard.base import Deadline, Solver, checked_mesh
 from diffshard.live_progress import ProgressDisplay
 from diffshard.plans.base import HOST_MEMORY, Executor, LogicalAxisRules, PlanData
 from diffshard.sharding_search.mesh_candidates import LevelNames, MeshCandidate
@@ -346,8 +346,7 @@ def _is_of_axes(candidate: MeshCandidate, axes: Any) -> bool:
 
 
 def _check_mesh(mesh: Any) -> None:
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(f"`mesh` must be a jax.sharding.Mesh or AbstractMesh, not {type(mesh).__name__}.")
+    checked_mesh(mesh)
     for axis, size in mesh.shape.items():
         if size < 1:
             raise ValueError(f"`mesh` must have a device or more along each axis; {axis!r} has {size}.")

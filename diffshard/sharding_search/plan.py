@@ -11,7 +11,8 @@ from typing import Any, Literal
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from diffshard.base import PlanError
+from diffshard.base import PlanError, checked_mesh
+from diffshard.files import checked_path
 from diffshard.plans.base import Executor, PlanData, Tensor
 from diffshard.plans.difference import PlanDifference, difference_of
 from diffshard.plans.file import load, save
@@ -79,7 +80,10 @@ class Plan(PlanData):
           TypeError: `other` is no plan.
         """
         if not isinstance(other, PlanData):
-            raise TypeError(f"`other` must be a plan, not {type(other).__name__}; `Plan.load(path)` reads a saved one.")
+            raise TypeError(
+                f"`other` must be a Plan, which is compared with its own kind, not a {type(other).__name__}; "
+                "`Plan.load(path)` reads a saved one."
+            )
         return difference_of(self, other)
 
     def logical_rules(self) -> LogicalRules:
@@ -98,6 +102,7 @@ class Plan(PlanData):
         Of several processes the first one writes. The others that call this wait until it has, so that all can load it,
         and raise `ProcessesError` if it does not write a plan that runs as theirs.
         """
+        path = checked_path(path)
         act = partial(save, self, path)
         processes_of(self.mesh).in_first("save a plan", os.path.abspath(path), act, plan_facts(self))
 
@@ -110,6 +115,7 @@ class Plan(PlanData):
           mesh: the devices to use it on; without it the plan can be shown but not run.
 
         Raises:
+          TypeError: `mesh` is no mesh.
           PlanError: the file is not a plan file, damaged, or newer than this version; or the mesh has other axes.
         """
         return load(path, Plan, mesh)
@@ -311,7 +317,7 @@ class Plan(PlanData):
             executor "propagation" only.
 
         Raises:
-          ValueError: there is no such executor or check.
+          TypeError, ValueError: `mesh` is no mesh; there is no such executor or check.
           PlanError: the plan was made for another function or mesh; names the first difference.
         """
         mesh = self.mesh if mesh is None else mesh
@@ -322,10 +328,7 @@ class Plan(PlanData):
                 )
             if check not in ("numbers", None):
                 raise ValueError(f'`check` must be "numbers" or None, not {check!r}: the plan is made.')
-            # Of axes in another order, parts over several axes would come out in another order than specs say.
-            if mesh is None or list(mesh.shape.items()) != list(self.mesh_axes.items()):
-                axes = mesh and dict(mesh.shape)
-                raise PlanError(f"The plan was made for the mesh {dict(self.mesh_axes)}, not {axes}.")
+            mesh = checked_mesh(mesh, self.mesh_axes)
             try:
                 options = Options(
                     fn=fn,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from diffshard.base import PlanError
+from diffshard.base import PlanError, checked_mesh
 from diffshard.plans.documents import TABLES, RecordFile
 from diffshard.plans.plan_record import PlanRecord
 from diffshard.sharding_search.options import with_automatic_axes
@@ -197,8 +197,8 @@ class TablePlan(TablePlanData, PlanRecord):
           OSError: the file cannot be read.
         """
         plan = cls._file.load(path, cls)
-        if mesh is not None and tuple(mesh.shape.items()) != plan.mesh_axes:
-            raise PlanError(f"`mesh` has the axes {dict(mesh.shape)}; the plan was made for {dict(plan.mesh_axes)}.")
+        if mesh is not None:
+            checked_mesh(mesh, dict(plan.mesh_axes))
         return dataclasses.replace(plan, mesh=mesh)
 
     def __str__(self) -> str:

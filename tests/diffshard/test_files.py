@@ -27,6 +27,11 @@ def test_a_new_file_has_the_mode_of_any_new_file(tmp_path):
     assert (tmp_path / "whole").stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 
+def test_a_folder_is_not_written_to(tmp_path):
+    with pytest.raises(IsADirectoryError, match=r"cannot be written: it is a folder. Give the path of a file"):
+        write_whole(tmp_path, "text")
+
+
 def test_a_failure_leaves_the_old_file_alone_and_nothing_beside_it(tmp_path, monkeypatch):
     path = tmp_path / "file"
     path.write_text("old")

@@ -170,5 +170,5 @@ def test_a_wrong_log_is_told_by_name_and_value(changes, message):
 
 
 def test_what_is_no_mesh_is_a_type_error():
-    with pytest.raises(TypeError, match=r"`mesh_of\(8\)` must be a Mesh, an AbstractMesh or None, not int"):
+    with pytest.raises(TypeError, match=r"`mesh_of\(8\)` must be a jax.sharding.Mesh or an AbstractMesh, not 8"):
         diffshard.elastic.phases_of_log([0], [8], lambda number: number, end_s=1)  # pyright: ignore[reportArgumentType]

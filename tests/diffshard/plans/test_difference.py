@@ -173,7 +173,7 @@ def test_arrays_that_only_one_plan_has_are_named():
     assert extra.specs == (None, more.spec)
     assert extra.device_bytes == (0.0, 256.0)
     assert "not there" in str(plan.diff(longer))
-    with pytest.raises(TypeError, match="`other` must be a plan, not str"):
+    with pytest.raises(TypeError, match="`other` must be a Plan, which is compared with its own kind, not a str"):
         plan.diff("plan.json")  # pyright: ignore[reportArgumentType]
 
 

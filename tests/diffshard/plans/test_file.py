@@ -73,6 +73,21 @@ def test_a_saved_file_is_read_back(tmp_path):
     assert Plan.load(tmp_path / "plan.json") == plan
 
 
+@pytest.mark.parametrize("mesh", [{"data": 2, "model": 4}, "m", 8])
+def test_what_is_no_mesh_is_refused(mesh, tmp_path):
+    plan = small_plan()
+    plan.save(tmp_path / "plan.json")
+    for use in (lambda: Plan.load(tmp_path / "plan.json", mesh), lambda: plan.apply(print, mesh)):
+        with pytest.raises(TypeError, match=f"`mesh` must be a jax.sharding.Mesh or an AbstractMesh, not {mesh!r}"):
+            use()
+
+
+@pytest.mark.parametrize("path", [3, None])
+def test_what_is_no_path_is_refused(path):
+    with pytest.raises(TypeError, match=f"`path` must be the path of a file, such as 'plan.json', not {path}"):
+        small_plan().save(path)
+
+
 def test_lines_by_kind_are_saved_and_links_without_a_latency_are_damage():
     lines: dict[CollectiveKind, tuple[Line, ...]] = {
         "all_to_all": (Line(1e-6, 4e-10), Line(1e-5, 1e-10)),

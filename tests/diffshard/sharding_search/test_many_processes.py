@@ -299,7 +299,7 @@ def test_an_error_of_one_process_while_tracing_ends_the_others(results: list[dic
         ("plans", 0, "ValueError: `plans` must map"),
         ("target", 1, "ValueError: `target`"),
         ("repeats", 0, "TypeError: "),
-        ("applied", 1, "PlanError: The plan was made for the mesh"),
+        ("applied", 1, "PlanError: `mesh` has the axes"),
     ],
 )
 def test_a_wrong_argument_in_one_process_is_an_error_in_all(results: list[dict], name: str, failing: int, said: str):
