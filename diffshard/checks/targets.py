@@ -128,9 +128,9 @@ def check_compiler(name: str) -> None:
     """
     if not any(importlib.util.find_spec(plugin) for plugin in ("jax_cuda12_plugin", "jax_cuda13_plugin")):
         raise RuntimeError(
-            f"Compiling for {name} needs JAX's CUDA plugin and ptxas: pip install 'diffshard[gpu-compile]' "
-            '(no GPU, driver or CUDA libraries are needed). A check of a plan can also take `target="host"`, which '
-            "judges bytes and memory by XLA's CPU compiler."
+            f"Compiling for {name} needs JAX's CUDA plugin and ptxas: `pip install '.[gpu-compile]'` in a clone of "
+            "diffshard (no GPU, driver or CUDA libraries are needed). A check of a plan can also take "
+            '`target="host"`, which judges bytes and memory by the CPU compiler of XLA.'
         )
 
 

@@ -104,7 +104,7 @@ def _figure(path: str) -> Any:
     try:
         import matplotlib
     except ModuleNotFoundError:
-        raise UsageError("--plot needs matplotlib: pip install 'diffshard[plot]'") from None
+        raise UsageError("--plot needs matplotlib: `pip install '.[plot]'` in a clone of diffshard") from None
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
 

@@ -238,7 +238,7 @@ class Pareto(NamedTuple):
         try:
             from matplotlib.figure import Figure
         except ModuleNotFoundError:
-            raise ValueError("`draw` needs matplotlib: pip install 'diffshard[plot]'") from None
+            raise ValueError("`draw` needs matplotlib: `pip install '.[plot]'` in a clone of diffshard") from None
         figure = Figure(figsize=(7, 4.5), layout="constrained")
         axes = figure.add_subplot()
         finite_points = [point for point in self.points if math.isfinite(point.loss)]

@@ -143,11 +143,21 @@ def test_shardings_are_priced_for_the_hardware_of_the_first_plan_or_the_one_give
         ({"plans": {"x": (P(), P())}, "target": 3, "hardware": "h100"}, TypeError, "`target` must be a name"),
         ({"plans": {"x": (P(), P())}, "hardware": "tpu_v5e"}, ValueError, "`target` must be given"),
         ({"plans": {"x": (P(), P())}}, ValueError, "`hardware` must be given"),
+        (
+            {"plans": {"x": (P(), P())}, "timeout_s": "9"},
+            ValueError,
+            "`timeout_s` must be .*of seconds, not '9'",
+        ),
     ],
 )
 def test_bad_arguments_are_named(arguments, error, message):
     with pytest.raises(error, match=message):
         diffshard.compare(step, MESH, STATE, BATCH, **arguments)
+
+
+def test_what_is_no_mesh_is_refused():
+    with pytest.raises(TypeError, match=r"`mesh` must be a jax.sharding.Mesh or an AbstractMesh, not 8"):
+        diffshard.compare(step, 8, STATE, BATCH, plans={"x": (P(), P())}, target="host")  # pyright: ignore[reportArgumentType]
 
 
 def test_a_plan_for_another_mesh_is_refused():
@@ -158,7 +168,7 @@ def test_a_plan_for_another_mesh_is_refused():
 
 def test_a_missing_compiler_is_named_with_what_to_install(monkeypatch):
     monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match=r"diffshard\[gpu-compile\]"):
+    with pytest.raises(RuntimeError, match=r"pip install '\.\[gpu-compile\]'` in a clone of diffshard"):
         diffshard.compare(step, MESH, STATE, BATCH, plans={"found": found_plan()})
 
 
