@@ -8,8 +8,8 @@ terms. Their parts, from the function to a plan that runs:
   several), `strategies.py` lists what a rule allows and `nodes.py` what a node chooses from; `spec.py` has
   the functions of specs, `repetition.py` finds what is equal, so that it is built and solved once;
 - what it costs: `node_costs.py`, `edge_costs.py` and `memory.py`. `kernels.py` counts what is read, written and
-  copied, by what a compiler fuses (`fusion.py`); `resharding.py` finds the steps between two specs, by the searches of
-  `reshard_trees.py`, and `reshard_costs.py` prices them;
+  copied, by what a compiler fuses (`fusion.py`); `resharding.py` finds the steps between two specs, and
+  `reshard_costs.py` prices them;
 - what a choice means: in seconds and names by `explaining.py`; as something that runs by `interpreter.py`, with one of
   two executors: `execution.py` constrains whole arrays, and `device_program.py` runs on the blocks of each device
   (`local_blocks.py` has the collectives, `local_operations.py` the operations, `replicated_operations.py` those that

@@ -11,8 +11,8 @@ from search_spaces.sharding.base import Edge, Node, ShardingStrategy
 from search_spaces.sharding.coded_exchanges import exchange_bytes, is_exchange
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.product_formats import FORMATS
-from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
-from search_spaces.sharding.resharding import Message, Paths, message_of
+from search_spaces.sharding.reshard_costs import CollectiveShares, Message, ReshardCosts, message_of
+from search_spaces.sharding.resharding import Paths
 
 _ON_HOST = 1e6
 """By how much a reshard of an array in the host's memory counts: it is to be resharded before or after it is there."""

@@ -18,7 +18,7 @@ from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.memory import MemoryUse
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.opaque.operations import name_of
-from search_spaces.sharding.resharding import MAXIMUM_BYTES, Message, message_of
+from search_spaces.sharding.reshard_costs import MAXIMUM_BYTES, Message, message_of
 
 NO_AXES = "-"
 """The text for a dimension that no axis splits."""

@@ -22,7 +22,7 @@ from search_spaces.sharding.executor import Arrays, Encode, Flow, Keeping, Path
 from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex, operations_in, values_of
 from search_spaces.sharding.host_state import host_copies
 from search_spaces.sharding.kept_codes import LateReads
-from search_spaces.sharding.resharding import is_message_coded
+from search_spaces.sharding.reshard_costs import is_message_coded
 from search_spaces.sharding.schedule import Barrier, FetchStage, ProgramSchedule
 
 Environment = ChainMap[Any, Any]

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from cost.base import AttentionWork, Hardware, Work
 from cost.compute import equation_dtype, equation_flops, product_s, roofline_s, work_s
 from search_spaces.partition_specs import IndexedSpec
-from search_spaces.sharding.base import Coded, FormatKey, Layout, Node, ReshardStep, ShardingStrategy, coded_by
+from search_spaces.sharding.base import Coded, FormatKey, Layout, Node, ShardingStrategy, coded_by
 from search_spaces.sharding.coded_sums import finished_steps
 from search_spaces.sharding.codes import FORMATS as CODES
 from search_spaces.sharding.codes import precision_of
@@ -31,8 +32,7 @@ from search_spaces.sharding.product_formats import (
     contracted,
     has_whole_blocks,
 )
-from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts
-from search_spaces.sharding.resharding import shared_message
+from search_spaces.sharding.reshard_costs import CollectiveShares, ReshardCosts, shared_message
 from search_spaces.sharding.spec import local_bytes, shards
 from search_spaces.sharding.sum_residuals import BYTES, residual_of
 
@@ -76,11 +76,8 @@ class NodeCosts:
         self._host_s_per_byte = {} if host_s_per_byte is None else host_s_per_byte
         self._set_prices({})
         self.reshard_costs, self.shares = reshard_costs, shares
-        self._mapped = MappedCollectives(
-            reshard_costs.axis_names,
-            axis_sizes,
-            lambda axis, num_bytes: reshard_costs.step_s(ReshardStep("collective_permute", axis, 1.0, ()), num_bytes),
-        )
+        permute_s = partial(reshard_costs.collective_s, "collective_permute")
+        self._mapped = MappedCollectives(reshard_costs.axis_names, axis_sizes, permute_s)
         self._chosen_compute_s: dict[tuple[int, ShardingStrategy], float] = {}
         self._compute_s_of_form: dict[Hashable, float] = {}
         self._terms_of_key: dict[Hashable, tuple[list[np.ndarray], Any]] = {}
@@ -364,7 +361,7 @@ class NodeCosts:
         return priced(collectives, self._opaque_s(vertex, strategy), self._alone_s) if collectives else []
 
     def _alone_s(self, collective: OwnCollective) -> float:
-        return self.reshard_costs.step_s(ReshardStep(collective.kind, collective.axis, 1.0, ()), collective.num_bytes)
+        return self.reshard_costs.collective_s(collective.kind, collective.axis, collective.num_bytes)
 
     def _own_collectives_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
         return vertex.weight * sum(c.waited_s for c in self.own_collectives(vertex, strategy))

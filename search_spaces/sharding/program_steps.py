@@ -29,7 +29,7 @@ from search_spaces.sharding.interpreter import GraphInterpreter
 from search_spaces.sharding.kept_codes import LateReads
 from search_spaces.sharding.node_costs import NodeCosts
 from search_spaces.sharding.product_formats import FORMATS
-from search_spaces.sharding.resharding import Message, maxima_of
+from search_spaces.sharding.reshard_costs import Message, maxima_of
 from search_spaces.sharding.schedule import ProgramSchedule
 from search_spaces.sharding.spec import local_bytes, parts_of
 

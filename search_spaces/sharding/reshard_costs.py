@@ -5,18 +5,28 @@ says which part of their time the step waits for, and which part of a latency ea
 
 A compiled loop ends all that a trip has begun before the next one begins. So the collectives of two trips are never
 combined, and what the first product of a trip is computed from has no time to come from the trip before.
+
+An operand that reaches a product in fewer bits is rounded before it is moved or after, whichever takes less time.
+Rounding an array and then gathering the codes gives the same numbers as gathering it and then rounding, where one
+scale is that of the whole array either way. Operands with scales for rows or blocks are rounded after they are moved.
+Codes have one byte for each element, a quarter of float32's; but the
+largest magnitude of an array is a maximum over the mesh axes that split it, and before a gather these are more. A
+maximum before a gather runs when the gather does, so that the step waits for the same share of it; one after it is
+waited for.
 """
 
 from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cost.base import COLLECTIVE_KINDS, Hardware, Link
+from cost.base import COLLECTIVE_KINDS, CollectiveKind, Hardware, Link
 from cost.collectives import collective_lines
 from cost.compute import roofline_s
 from cost.lines import Line
 from search_spaces.partition_specs import IndexedSpec
-from search_spaces.sharding.base import Rates, ReshardStep
+from search_spaces.sharding.base import Layout, Rates, ReshardStep
 from search_spaces.sharding.coded_exchanges import exchange_bytes
 from search_spaces.sharding.graph import (
     Graph,
@@ -30,12 +40,116 @@ from search_spaces.sharding.graph import (
     operations_in,
     values_of,
 )
-from search_spaces.sharding.product_formats import FORMATS
-from search_spaces.sharding.resharding import MAXIMUM_BYTES, Message, Paths, maximum_step
-from search_spaces.sharding.spec import local_bytes
+from search_spaces.sharding.product_formats import FORMATS, ProductFormat, contracted
+from search_spaces.sharding.resharding import Paths
+from search_spaces.sharding.spec import axes_in, divides, local_bytes
 
 _FREE = Link(0.0, 0.0)
 _REDUCTIONS = ("all_reduce", "reduce_scatter")
+
+
+MAXIMUM_BYTES = 4.0
+"""Bytes of a largest magnitude, which is float32."""
+
+
+class Message(NamedTuple):
+    """An operand on its way to a reader.
+
+    Attributes:
+      is_coded: whether it is rounded before it is moved.
+      num_bytes: of the whole array as it is moved.
+      maxima: mesh axes over which its largest magnitudes are found.
+      rounded: the spec in which it is rounded; None if it is not, or if that was done for several readers.
+    """
+
+    is_coded: bool
+    num_bytes: float
+    maxima: tuple[int, ...]
+    maxima_bytes: float = MAXIMUM_BYTES
+    rounded: IndexedSpec | None = None
+
+
+def message_of(
+    path: Paths,
+    value: Value,
+    source: IndexedSpec,
+    target: IndexedSpec,
+    reader: Vertex | None = None,
+    position: int = 0,
+    name: str = "",
+    is_shared: bool = False,
+) -> Message:
+    """Returns how a value goes from one spec to the one in which an operation reads it.
+
+    Args:
+      path: the steps between specs, with their seconds.
+      source: the spec in which it is there.
+      target: the spec in which the operation reads it.
+      reader: the operation, where it is a product in a format.
+      name: of the format; "" for none.
+      is_shared: whether it is rounded to the format for several readers where it is.
+    """
+    if not name:
+        return Message(False, float(value.num_bytes), ())
+    to = FORMATS[name]
+    if to.scaled != "tensor":
+        assert reader is not None
+        return Message(False, float(value.num_bytes), *maxima_of(path.axis_sizes, reader, position, target, to), target)
+    key = value.shape, value.dtype.itemsize, source, target, to.is_delayed
+    if key not in path.messages:
+        path.messages[key] = _faster_message(path, value, source, target, to.is_delayed)
+    message = path.messages[key]
+    has_codes = is_shared and message.rounded == source
+    return message._replace(maxima=(), rounded=None) if has_codes else message
+
+
+def _faster_message(path: Paths, value: Value, source: IndexedSpec, target: IndexedSpec, is_delayed: bool) -> Message:
+    own = float(value.num_bytes)
+    before, after = (() if is_delayed else tuple(sorted(axes_in(spec))) for spec in (source, target))
+    coded = Message(True, own / value.dtype.itemsize, before, rounded=source)
+    exact = Message(False, own, after, rounded=target)
+    is_even = all(divides(spec, value.shape, path.axis_sizes) for spec in (source, target))  # padding has no maximum
+    if source == target or not is_even:
+        return exact
+    steps = path(source, target)
+    return min(coded, exact, key=lambda message: _seconds(path, steps, message))
+
+
+def shared_message(spec: IndexedSpec, name: str) -> Message:
+    """Returns how a value that has a spec is rounded there to a format for several readers."""
+    return Message(True, 0.0, () if FORMATS[name].is_delayed else tuple(sorted(axes_in(spec))), rounded=spec)
+
+
+def is_message_coded(path: Any, layout: Layout, vertex: Vertex, position: int) -> bool:
+    """Returns whether an operand of a vertex is rounded before it is moved to it; `path` is a `Paths` if any is."""
+    strategy, operand = layout.strategies[vertex.index], vertex.operands[position]
+    if not strategy.format or not isinstance(operand, Value):
+        return False
+    specs = layout.value_specs[operand.id], strategy.operands[position]
+    return message_of(path, operand, *specs, vertex, position, strategy.format).is_coded
+
+
+def maxima_of(
+    axis_sizes: tuple[int, ...], reader: Vertex, position: int, spec: IndexedSpec, to: ProductFormat
+) -> tuple[tuple[int, ...], float]:
+    """Returns the mesh axes over which an operand's largest magnitudes are found, and their bytes on one device."""
+    value, axes = reader.operands[position], to.maxima(reader, position, spec)
+    assert isinstance(value, Value)
+    if to.scaled == "tensor" or not axes:
+        return axes, MAXIMUM_BYTES
+    free = [d for d in range(len(value.shape)) if d not in contracted(reader, position)]
+    parts = prod(axis_sizes[axis] for d in free for axis in spec[d])
+    return axes, MAXIMUM_BYTES * prod(value.shape[d] for d in free) / parts
+
+
+def maximum_step(axis: int) -> ReshardStep:
+    """Returns the collective that finds largest magnitudes along a mesh axis; `MAXIMUM_BYTES` for each of them."""
+    return ReshardStep("all_reduce", axis, 1.0, ())
+
+
+def _seconds(path: Paths, steps: tuple[ReshardStep, ...], message: Message) -> float:
+    moved_s = sum(path.step_s(step, message.num_bytes) for step in steps if step.kind != "slice")
+    return moved_s + sum(path.step_s(maximum_step(axis), MAXIMUM_BYTES) for axis in message.maxima)
 
 
 class ReshardCosts:
@@ -65,9 +179,13 @@ class ReshardCosts:
         shares = self._combines_gathers or step.kind in _REDUCTIONS
         return self.path.step_s(step, num_bytes, latency_share if shares else 1.0)
 
+    def collective_s(self, kind: CollectiveKind, axis: int, num_bytes: float) -> float:
+        """Returns the seconds of a collective of some bytes that is no part of a reshard."""
+        return self.step_s(ReshardStep(kind, axis, 1.0, ()), num_bytes)
+
     def maximum_s(self, axis: int, num_bytes: float = MAXIMUM_BYTES) -> float:
         """Returns the seconds in which an array's largest magnitudes, of some bytes, are found along an axis."""
-        return self.step_s(maximum_step(axis), num_bytes)
+        return self.collective_s("all_reduce", axis, num_bytes)
 
     def rounding_s(self, value: Value, message: Message, name: str) -> float:
         """Returns the seconds in which a device rounds its block of a value to a format, as a message has it.

@@ -3,28 +3,259 @@
 A reshard over several axes at once ends in XLA's replicate-then-slice fallback, so it is taken apart here, and the same
 steps are what is priced and what runs. A spec is, for each dimension, the mesh axes (by index) that split it, major to
 minor. With links as data no order of gathers, exchanges and slices is best for all of them, so the steps are a shortest
-path over specs; equal cases up to the order of dimensions share one search, a few hundred for any model.
+path over specs (Dijkstra), searched no further than somebody has asked; equal cases up to the order of dimensions share
+one search, a few hundred for any model.
 
-An operand that reaches a product in fewer bits is rounded before it is moved or after, whichever takes less time.
-Rounding an array and then gathering the codes gives the same numbers as gathering it and then rounding, where one
-scale is that of the whole array either way. Operands with scales for rows or blocks are rounded after they are moved.
-Codes have one byte for each element, a quarter of float32's; but the
-largest magnitude of an array is a maximum over the mesh axes that split it, and before a gather these are more. A
-maximum before a gather runs when the gather does, so that the step waits for the same share of it; one after it is
-waited for.
+On a mesh of many axes most single steps are permutes: a spec can go to every other one with the same numbers of parts.
+They are not tried from each of these. Once one spec has offered a permute to all others, none of them is further away
+than the dearest of these permutes, so that a spec which is found later has little to offer.
 """
 
-from collections.abc import Hashable
-from math import lcm, prod
-from typing import Any, NamedTuple
+import heapq
+import math
+from collections.abc import Hashable, Iterator
+from functools import lru_cache
+from itertools import chain
+from operator import itemgetter, mod
+from typing import Any, Literal, NamedTuple
 
-from cost.lines import FREE, Line
+from cost.base import CollectiveKind
+from cost.lines import FREE, Line, added_lines
 from search_spaces.partition_specs import IndexedSpec
-from search_spaces.sharding.base import Layout, Rates, ReshardStep
-from search_spaces.sharding.graph import Value, Vertex
-from search_spaces.sharding.product_formats import FORMATS, ProductFormat, contracted
-from search_spaces.sharding.reshard_trees import Steps, Tree
-from search_spaces.sharding.spec import axes_in, divides, parts_of
+from search_spaces.sharding.base import Rates, ReshardStep
+from search_spaces.sharding.spec import axes_in, parts_of, shards
+
+REFERENCE_BYTES = 2.0**20
+"""The array for which paths are shortest: larger ones weigh latency less than they could, smaller ones more."""
+
+
+class Move(NamedTuple):
+    """A single collective, without the spec that it leaves; the fields are those of `ReshardStep`."""
+
+    kind: CollectiveKind | Literal["slice"]
+    axis: int
+    fraction: float
+
+
+class Stop:
+    """A spec with the steps that leave it, which are listed when they are first needed. Equal specs share a stop.
+
+    Attributes:
+      strides: for each mesh axis its dimension and the parts between two of the axis's coordinates.
+      steps: single collectives other than permutes: the stop after each, its seconds for `REFERENCE_BYTES`, the move.
+      permutes: the same for permutes, the fastest first.
+      least_permute_s: seconds for `REFERENCE_BYTES` that no permute takes less than.
+    """
+
+    __slots__ = ("least_permute_s", "parts", "permutes", "spec", "steps", "strides")
+
+    def __init__(self, spec: IndexedSpec, axis_sizes: tuple[int, ...]):
+        self.spec, self.parts, self.strides = spec, parts_of(spec, axis_sizes), _strides(spec, axis_sizes)
+        self.steps: list[_Step] | None = None
+        self.permutes: list[_Step] | None = None
+        self.least_permute_s: float | None = None
+
+
+class Steps:
+    """Every single collective on every spec of a mesh."""
+
+    def __init__(self, axis_sizes: tuple[int, ...], rates: tuple[Rates, ...]):
+        self.axis_sizes, self.rates = axis_sizes, rates
+        self._axes = tuple(a for a, n in enumerate(axis_sizes) if n > 1)
+        slowness = [rate.s_per_byte("collective_permute") for rate in rates]
+        self._slowest_first = sorted(self._axes, key=lambda axis: (-slowness[axis], axis))
+        self._stops: dict[IndexedSpec, Stop] = {}
+        self._seconds: dict[Move, float] = {}
+
+    def stop(self, spec: IndexedSpec) -> Stop:
+        """Returns the stop of a spec."""
+        stop = self._stops.get(spec)
+        if stop is None:
+            stop = self._stops[spec] = Stop(spec, self.axis_sizes)
+        return stop
+
+    def lines(self, move: Move | ReshardStep) -> tuple[Line, ...]:
+        """Returns the lines of one step, over the bytes of the whole array."""
+        if move.kind == "slice":
+            return FREE
+        return tuple([Line(a, b * move.fraction) for a, b in self.rates[move.axis].lines[move.kind]])
+
+    def of(self, stop: Stop) -> list["_Step"]:
+        """Returns all steps that are no permutes: only the minor-most axis of a dimension can leave or enter it."""
+        if stop.steps is None:
+            moves = chain(self._slices(stop.spec), self._gathers_and_exchanges(stop.spec))
+            stop.steps = [(self.stop(after), self._seconds_of(move), move) for move, after in moves]
+        return stop.steps
+
+    def permutes(self, stop: Stop) -> list["_Step"]:
+        """Returns the steps to blocks of the same shape on other devices: within a dimension, across, or by other axes.
+
+        A permute runs along the slowest axis that changes place.
+        """
+        if stop.permutes is None:
+            moves, before = self._permute_moves(stop), stop.strides
+            permutes: list[_Step] = []
+            for spec in _of_parts(stop.parts, self._axes, self.axis_sizes):
+                if spec != stop.spec:
+                    other = self.stop(spec)
+                    after = other.strides
+                    axis = next(axis for axis in self._slowest_first if before.get(axis) != after.get(axis))
+                    permutes.append((other, self._seconds_of(moves[axis]), moves[axis]))
+            stop.permutes = sorted(permutes, key=itemgetter(1))
+        return stop.permutes
+
+    def least_permute_s(self, stop: Stop) -> float:
+        """Returns seconds for `REFERENCE_BYTES` that no permute from a stop takes less than."""
+        if stop.least_permute_s is None:
+            moves = self._permute_moves(stop).values()
+            stop.least_permute_s = min(map(self._seconds_of, moves), default=math.inf)
+        return stop.least_permute_s
+
+    def _permute_moves(self, stop: Stop) -> dict[int, Move]:
+        local = 1.0 / shards(stop.spec, self.axis_sizes)
+        return {axis: Move("collective_permute", axis, local) for axis in self._axes}
+
+    def _seconds_of(self, move: Move) -> float:
+        if move not in self._seconds:
+            self._seconds[move] = min([a + b * REFERENCE_BYTES for a, b in self.lines(move)])
+        return self._seconds[move]
+
+    def _slices(self, spec: IndexedSpec) -> Iterator[tuple[Move, IndexedSpec]]:
+        used = axes_in(spec)
+        for axis in self._axes:
+            if axis not in used:
+                for d, dim in enumerate(spec):
+                    yield Move("slice", axis, 0.0), _with(spec, d, (*dim, axis))
+
+    def _gathers_and_exchanges(self, spec: IndexedSpec) -> Iterator[tuple[Move, IndexedSpec]]:
+        local = 1.0 / shards(spec, self.axis_sizes)
+        for i, dim in enumerate(spec):
+            if dim:
+                axis, spec_after = dim[-1], _with(spec, i, dim[:-1])
+                size = local * self.axis_sizes[axis]
+                yield Move("all_gather", axis, size), spec_after
+                for j in range(len(spec)):
+                    if j != i:
+                        yield Move("all_to_all", axis, size), _with(spec_after, j, (*spec_after[j], axis))
+
+
+class Tree:
+    """The cheapest paths from one spec, of specs that split no dimension into parts that do not divide its limit.
+
+    Of equally cheap paths the one of fewer steps wins.
+
+    Args:
+      most: for each dimension the number that its parts have to divide.
+    """
+
+    def __init__(self, steps: Steps, source: IndexedSpec, most: tuple[int, ...]):
+        first = steps.stop(source)
+        self._steps, self._most = steps, most
+        self._best: dict[Stop, tuple[float, int]] = {first: (0.0, 0)}
+        self._last: dict[Stop, tuple[Stop, Move]] = {}
+        self._queue: list[tuple[float, int, IndexedSpec, Stop]] = [(0.0, 0, source, first)]
+        self._done: set[Stop] = set()
+        self._furthest: dict[tuple[int, ...], tuple[float, int]] = {}
+        self._lines: dict[Stop, tuple[Line, ...]] = {first: FREE}
+
+    def path(self, target: IndexedSpec) -> list[tuple[Move, IndexedSpec]]:
+        """Returns the steps to a spec in order, each with the spec that it leaves."""
+        stop, path = self._reached(target), []
+        while stop in self._last:
+            before, move = self._last[stop]
+            path.append((move, stop.spec))
+            stop = before
+        return path[::-1]
+
+    def lines(self, target: IndexedSpec) -> tuple[Line, ...]:
+        """Returns the lines of all steps to a spec one after the other, over the bytes of the whole array."""
+        return self._lines_of(self._reached(target))
+
+    def _lines_of(self, stop: Stop) -> tuple[Line, ...]:
+        if stop not in self._lines:
+            before, move = self._last[stop]
+            self._lines[stop] = added_lines(self._lines_of(before), self._steps.lines(move))
+        return self._lines[stop]
+
+    def _reached(self, target: IndexedSpec) -> Stop:
+        """Returns the stop of a spec after the search has come there."""
+        stop = self._steps.stop(target)
+        while stop not in self._done:
+            seconds, count, _, nearest = heapq.heappop(self._queue)
+            if nearest not in self._done:
+                self._done.add(nearest)
+                self._leave(nearest, seconds, count)
+        return stop
+
+    def _leave(self, stop: Stop, seconds: float, count: int) -> None:
+        """Offers every step from a stop to the stops after it."""
+        best, last = self._best, self._last
+        for step in self._steps.of(stop):
+            other, more_seconds, move = step
+            cost = seconds + more_seconds, count + 1
+            known = best.get(other)
+            if known is None:
+                known = best[other] = _FORBIDDEN if any(map(mod, self._most, other.parts)) else _UNKNOWN
+            if cost < known:
+                best[other], last[other] = cost, (stop, move)
+                heapq.heappush(self._queue, (*cost, other.spec, other))
+        if stop not in last or last[stop][1].kind != "collective_permute":  # two permutes in a row are one
+            self._permute(stop, seconds, count)
+
+    def _permute(self, stop: Stop, seconds: float, count: int) -> None:
+        """Offers every permute from a stop that can be the cheapest way to some other one."""
+        best, furthest = self._best, self._furthest.get(stop.parts, _UNKNOWN)
+        if (seconds + self._steps.least_permute_s(stop), count + 1) >= furthest:
+            return
+        cost = furthest
+        for other, more_seconds, move in self._steps.permutes(stop):
+            cost = seconds + more_seconds, count + 1
+            if cost >= furthest:
+                break
+            if cost < best.get(other, _UNKNOWN):
+                best[other], self._last[other] = cost, (stop, move)
+                heapq.heappush(self._queue, (*cost, other.spec, other))
+        self._furthest[stop.parts] = min(cost, furthest)
+
+
+_Step = tuple[Stop, float, Move]
+_UNKNOWN = math.inf, 0
+_FORBIDDEN = -math.inf, 0
+"""The cost of a spec that the limits exclude: nothing is cheaper."""
+
+
+def _with(spec: IndexedSpec, dim: int, axes: tuple[int, ...]) -> IndexedSpec:
+    return (*spec[:dim], axes, *spec[dim + 1 :])
+
+
+def _strides(spec: IndexedSpec, sizes: tuple[int, ...]) -> dict[int, tuple[int, int]]:
+    """Returns, for each axis in a spec, its dimension and the parts between two of the axis's coordinates."""
+    strides = {}
+    for d, dim in enumerate(spec):
+        stride = 1
+        for axis in reversed(dim):
+            strides[axis] = d, stride
+            stride *= sizes[axis]
+    return strides
+
+
+@lru_cache(maxsize=10_000)
+def _of_parts(parts: tuple[int, ...], axes: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[IndexedSpec, ...]:
+    """Returns every spec over some of the axes that splits the dimensions into these numbers of parts."""
+    if not parts:
+        return ((),)
+    specs = []
+
+    def fill(dim: tuple[int, ...], unused_axes: tuple[int, ...], missing: int) -> None:
+        if missing == 1:
+            specs.extend((dim, *rest) for rest in _of_parts(parts[1:], unused_axes, sizes))
+            return
+        for axis in unused_axes:
+            if missing % sizes[axis] == 0:
+                fill((*dim, axis), tuple(a for a in unused_axes if a != axis), missing // sizes[axis])
+
+    fill((), axes, parts[0])
+    return tuple(specs)
 
 
 class Paths:
@@ -89,7 +320,7 @@ class Paths:
         Dimensions that are never split are left out, the others put in order, and axes of equal size and rates are
         renamed in the order in which they occur: paths that differ in names only share a tree.
         """
-        most = map(lcm, parts_of(source, self.axis_sizes), parts_of(target, self.axis_sizes))
+        most = map(math.lcm, parts_of(source, self.axis_sizes), parts_of(target, self.axis_sizes))
         dims = sorted([(m, len(axes), axes, d) for d, (axes, m) in enumerate(zip(source, most, strict=True)) if m > 1])
         names = self._names(tuple([a for _, _, axes, _ in dims for a in axes]))
         order = [d for *_, d in dims]
@@ -108,107 +339,3 @@ class Paths:
                 names.update(zip(sorted(group, key=(*axes, *group).index), group, strict=True))
             self._renumberings[axes] = names
         return self._renumberings[axes]
-
-
-MAXIMUM_BYTES = 4.0
-"""Bytes of a largest magnitude, which is float32."""
-
-
-class Message(NamedTuple):
-    """An operand on its way to a reader.
-
-    Attributes:
-      is_coded: whether it is rounded before it is moved.
-      num_bytes: of the whole array as it is moved.
-      maxima: mesh axes over which its largest magnitudes are found.
-      rounded: the spec in which it is rounded; None if it is not, or if that was done for several readers.
-    """
-
-    is_coded: bool
-    num_bytes: float
-    maxima: tuple[int, ...]
-    maxima_bytes: float = MAXIMUM_BYTES
-    rounded: IndexedSpec | None = None
-
-
-def message_of(
-    path: Paths,
-    value: Value,
-    source: IndexedSpec,
-    target: IndexedSpec,
-    reader: Vertex | None = None,
-    position: int = 0,
-    name: str = "",
-    is_shared: bool = False,
-) -> Message:
-    """Returns how a value goes from one spec to the one in which an operation reads it.
-
-    Args:
-      path: the steps between specs, with their seconds.
-      source: the spec in which it is there.
-      target: the spec in which the operation reads it.
-      reader: the operation, where it is a product in a format.
-      name: of the format; "" for none.
-      is_shared: whether it is rounded to the format for several readers where it is.
-    """
-    if not name:
-        return Message(False, float(value.num_bytes), ())
-    to = FORMATS[name]
-    if to.scaled != "tensor":
-        assert reader is not None
-        return Message(False, float(value.num_bytes), *maxima_of(path.axis_sizes, reader, position, target, to), target)
-    key = value.shape, value.dtype.itemsize, source, target, to.is_delayed
-    if key not in path.messages:
-        path.messages[key] = _faster_message(path, value, source, target, to.is_delayed)
-    message = path.messages[key]
-    has_codes = is_shared and message.rounded == source
-    return message._replace(maxima=(), rounded=None) if has_codes else message
-
-
-def _faster_message(path: Paths, value: Value, source: IndexedSpec, target: IndexedSpec, is_delayed: bool) -> Message:
-    own = float(value.num_bytes)
-    before, after = (() if is_delayed else tuple(sorted(axes_in(spec))) for spec in (source, target))
-    coded = Message(True, own / value.dtype.itemsize, before, rounded=source)
-    exact = Message(False, own, after, rounded=target)
-    is_even = all(divides(spec, value.shape, path.axis_sizes) for spec in (source, target))  # padding has no maximum
-    if source == target or not is_even:
-        return exact
-    steps = path(source, target)
-    return min(coded, exact, key=lambda message: _seconds(path, steps, message))
-
-
-def shared_message(spec: IndexedSpec, name: str) -> Message:
-    """Returns how a value that has a spec is rounded there to a format for several readers."""
-    return Message(True, 0.0, () if FORMATS[name].is_delayed else tuple(sorted(axes_in(spec))), rounded=spec)
-
-
-def is_message_coded(path: Any, layout: Layout, vertex: Vertex, position: int) -> bool:
-    """Returns whether an operand of a vertex is rounded before it is moved to it; `path` is a `Paths` if any is."""
-    strategy, operand = layout.strategies[vertex.index], vertex.operands[position]
-    if not strategy.format or not isinstance(operand, Value):
-        return False
-    specs = layout.value_specs[operand.id], strategy.operands[position]
-    return message_of(path, operand, *specs, vertex, position, strategy.format).is_coded
-
-
-def maxima_of(
-    axis_sizes: tuple[int, ...], reader: Vertex, position: int, spec: IndexedSpec, to: ProductFormat
-) -> tuple[tuple[int, ...], float]:
-    """Returns the mesh axes over which an operand's largest magnitudes are found, and their bytes on one device."""
-    value, axes = reader.operands[position], to.maxima(reader, position, spec)
-    assert isinstance(value, Value)
-    if to.scaled == "tensor" or not axes:
-        return axes, MAXIMUM_BYTES
-    free = [d for d in range(len(value.shape)) if d not in contracted(reader, position)]
-    parts = prod(axis_sizes[axis] for d in free for axis in spec[d])
-    return axes, MAXIMUM_BYTES * prod(value.shape[d] for d in free) / parts
-
-
-def maximum_step(axis: int) -> ReshardStep:
-    """Returns the collective that finds largest magnitudes along a mesh axis; `MAXIMUM_BYTES` for each of them."""
-    return ReshardStep("all_reduce", axis, 1.0, ())
-
-
-def _seconds(path: Paths, steps: tuple[ReshardStep, ...], message: Message) -> float:
-    moved_s = sum(path.step_s(step, message.num_bytes) for step in steps if step.kind != "slice")
-    return moved_s + sum(path.step_s(maximum_step(axis), MAXIMUM_BYTES) for axis in message.maxima)

@@ -28,7 +28,8 @@ from search_spaces.sharding.graph import (
     values_of,
 )
 from search_spaces.sharding.product_formats import FORMATS
-from search_spaces.sharding.resharding import Paths, is_message_coded
+from search_spaces.sharding.reshard_costs import is_message_coded
+from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.schedule import (
     Barrier,
     Fetch,

@@ -21,7 +21,7 @@ from search_spaces.sharding.format_gains import best_formats, gains_s, in_format
 from search_spaces.sharding.number_formats import MixedProducts
 from search_spaces.sharding.number_formats import rounded as round_block
 from search_spaces.sharding.product_formats import FORMATS, is_backward, takes, takes_formats
-from search_spaces.sharding.resharding import maximum_step, message_of
+from search_spaces.sharding.reshard_costs import maximum_step, message_of
 
 ROWS, WIDTH = 6, 8
 OWN_SCALES = [name for name, to in FORMATS.items() if not to.is_delayed]

@@ -15,7 +15,7 @@ from cost.collectives import collective_sent_bytes
 from cost.lines import Line, least_s
 from diffshard.checks.collectives import hlo_collectives
 from search_spaces.sharding.reshard_costs import ReshardCosts
-from search_spaces.sharding.reshard_trees import REFERENCE_BYTES
+from search_spaces.sharding.resharding import REFERENCE_BYTES
 from search_spaces.sharding.spec import axes_in, divides, parts_of, replicated_spec, specs_of_shape
 
 KINDS = ("slice", "all_gather", "all_to_all", "collective_permute")
