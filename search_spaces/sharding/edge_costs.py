@@ -159,7 +159,7 @@ def fill_formatted(array: np.ndarray, edge: Edge, nodes: Sequence[Node], of_read
     """Writes into an array `[S_u, S_v, ...]` what products in formats have between the strategies of both ends."""
     reader, sources = nodes[edge.reader], made_specs(edge, nodes)
     for t, strategy in enumerate(reader.strategies):
-        if strategy.format:
+        if strategy.format and reader.shared_value is None:  # a shared reshard's format is that of those behind it
             target = read_spec(reader, edge.operand, t)
             array[:, t] = [of_read[*source, target, strategy.format] for source in sources]
 

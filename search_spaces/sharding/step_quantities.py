@@ -185,8 +185,7 @@ def _of_edge(edge: Edge, nodes: Sequence[Node], node_costs: NodeCosts) -> np.nda
         for axis in message.maxima:
             maximum_s = edge.weight * reshards.maximum_s(axis, message.maxima_bytes)
             of_pair[pair][:, axis] += _counted(maximum_s, (exposed if message.is_coded else 1.0) * maximum_s)
-    if of_pair:
-        fill_formatted(sent_s, edge, nodes, of_pair)
+    fill_formatted(sent_s, edge, nodes, of_pair)
     return sent_s
 
 

@@ -9,9 +9,12 @@ import pytest
 
 from cost.base import num_strategies
 from cost.evaluation import evaluate
+from cost.quantities import with_weights
 from cost.validation import validate
+from search_spaces.sharding.base import Coded
 from search_spaces.sharding.edge_costs import read_spec
 from search_spaces.sharding.graph import Value
+from search_spaces.sharding.product_formats import takes
 from search_spaces.sharding.reshard_costs import CollectiveShares
 from search_spaces.sharding.spec import divides
 from tests.search_spaces.sharding.small_spaces import EXAMPLES, array, hardware_of, mlp_arguments, mlp_step, space_of
@@ -190,3 +193,21 @@ def test_copies_of_one_number_take_no_memory():
     broadcasts = [v.results[0].id for v in space.graph.operations() if v.primitive == "broadcast_in_dim"]
     assert broadcasts
     assert not space.lifetimes.is_written[broadcasts].any()
+
+
+def test_a_value_may_be_rounded_for_several_products_or_exchanged_as_codes():
+    """Its shared reshard has strategies for both, and the quantities add up to the problem."""
+
+    def step(x, first, second, third):
+        hidden = jnp.tanh(x @ first)
+        return hidden @ second, hidden @ third
+
+    space = space_of(step, array(64, 32), *[array(32, 32)] * 3)
+    prices = {(v.index, "float8"): 0.0 for v in space.graph.operations() if takes(v, "float8")}
+    free = space.with_formats(prices | {Coded(v.index, "int8", "exchange"): 0.0 for v in space.exchangeable})
+    assert free.shared_formats
+    weights = {name: np.ones(quantity.shape) for name, quantity in free.quantities.items()}
+    weights |= {name: np.zeros_like(weights[name]) for name in ("beside_s", "memory_bytes")}
+    problem = with_weights(free.preference_problem, free.quantities, weights)
+    for found, expected in zip(problem.edge_cost, free.problem.edge_cost, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-15)
