@@ -72,10 +72,10 @@ def _is_kept(equation: JaxprEqn) -> bool:
 
 def signature_of(equation: JaxprEqn) -> Hashable:
     """Returns what equations have in common that compute the same: the primitive, its parameters, shapes and types."""
-    avals = tuple((getattr(v.aval, "shape", None), str(getattr(v.aval, "dtype", v.aval))) for v in equation.invars)
-    results = tuple((getattr(v.aval, "shape", None), str(getattr(v.aval, "dtype", v.aval))) for v in equation.outvars)
+    avals = [[v.aval for v in variables] for variables in (equation.invars, equation.outvars)]
+    types = tuple(tuple((getattr(x, "shape", None), str(getattr(x, "dtype", x))) for x in own) for own in avals)
     params = tuple((name, _hashable(value)) for name, value in equation.params.items())
-    return equation.primitive.name, avals, results, params
+    return equation.primitive.name, types, params
 
 
 def _hashable(value: Any) -> Hashable:
