@@ -27,9 +27,8 @@ import numpy as np
 from cost.base import Problem
 from cost.evaluation import Evaluator, checked_choice
 from diffshard.base import OPTIMAL_GAP, Deadline, Progress, Proposal, Solution, Solver
-from diffshard.solving.form import Quotient, classes, merge_classes
+from diffshard.solving.form import Quotient, Reduction, classes, identity, merge_classes
 from diffshard.solving.loop import Best, begun, proposals, reduced, run_solver
-from diffshard.solving.presolve.base import Reduction, identity
 
 _MOST_ADDITIONS = 4
 """Additions of times after which all are limited; each one costs another presolve. Chosen by hand."""

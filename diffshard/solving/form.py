@@ -4,10 +4,11 @@ An edge that adds to loads or amounts becomes a node, whose strategies are the p
 forbidden entries make it agree with them. An amount becomes the memory of one more device, in use for one moment.
 
 A quotient has one node for all that are tied, such as those of equal layers; its best choice is a start for the whole.
+Presolve makes a reduction, which is smaller and has the same optimum.
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,28 @@ from cost.base import Problem, edge_ends, num_loads, num_memory_devices, num_str
 from cost.edges import distinct_arrays, map_distinct, merge_edges
 from cost.evaluation import checked_choice, evaluate
 from diffshard.base import Solution
+
+
+class Reduction(NamedTuple):
+    """A smaller problem with the same optimum, less a constant.
+
+    For every choice c of `problem`: cost of `expand(c)` in the original <= cost of c + `constant`, with the same memory
+    excess or less; and the optima are equal. So lower bounds and choices both carry over.
+
+    Attributes:
+      constant: what every choice costs beyond its cost in `problem`.
+      expand: from a choice of `problem` to one of the original, `[V']` to `[V]`.
+    """
+
+    problem: Problem
+    constant: float
+    expand: Callable[[np.ndarray], np.ndarray]
+
+
+def identity(problem: Problem) -> Reduction:
+    """Returns the reduction that leaves the problem as it is."""
+    return Reduction(problem, 0.0, lambda choice: choice)
+
 
 _MOST_PAIRS = 4096
 """Pairs of strategies up to which edges that add to loads become nodes, whose dual is branched. Steps of 261 pairs that

@@ -26,7 +26,7 @@ from cost.evaluation import Evaluator, checked_choice
 from cost.memory import LARGEST_EXACT_FLOAT, are_whole, least_memory, usage_error, usage_tables
 from cost.validation import is_real, validate, with_finite_loads
 from diffshard.base import OPTIMAL_GAP, Deadline, InfeasibleError, Progress, Proposal, Solution, Solver
-from diffshard.solving.presolve.base import Reduction, identity
+from diffshard.solving.form import Reduction, identity
 from diffshard.solving.presolve.pipeline import presolve
 
 

@@ -27,11 +27,10 @@ from diffshard.base import OPTIMAL_GAP, Deadline, Progress, Solution, Solver
 from diffshard.public_names import did_you_mean
 from diffshard.solving import solvers
 from diffshard.solving.coarse_to_fine import run_coarse_to_fine
-from diffshard.solving.form import has_few_pairs, is_node_form, node_form
+from diffshard.solving.form import Reduction, has_few_pairs, is_node_form, node_form
 from diffshard.solving.loop import run_solver
 from diffshard.solving.objectives.minimise import TANGENT_SHARE, minimise
 from diffshard.solving.objectives.objective import Affine, Objective, PricedObjective, split_loads
-from diffshard.solving.presolve.base import Reduction
 from diffshard.solving.presolve.pipeline import presolve
 
 DEFAULT_SOLVER = "gradient"

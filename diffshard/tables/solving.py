@@ -26,9 +26,9 @@ from cost.base import Problem, num_strategies
 from cost.real_numbers import is_positive
 from diffshard.base import OPTIMAL_GAP, Deadline, Progress, Proposal, Solution, Solver
 from diffshard.solving.csr import numpy_generator
+from diffshard.solving.form import identity
 from diffshard.solving.phases.improving import Balancing
 from diffshard.solving.phases.starts import Clock
-from diffshard.solving.presolve.base import identity
 from diffshard.solving.solve import solve
 from diffshard.solving.solvers import gradient
 from diffshard.tables.bound import StrategyArrays, enumerated, lower_bound_s, strategy_arrays

@@ -13,7 +13,7 @@ import numpy as np
 
 from cost.base import FORBIDDEN, Problem, num_strategies
 from diffshard.base import OPTIMAL_GAP, Solution
-from diffshard.solving.presolve.base import identity
+from diffshard.solving.form import identity
 from diffshard.solving.presolve.pipeline import presolve
 from diffshard.solving.solve import resolve, solve, solver_names
 from diffshard.solving.solvers import gradient

@@ -14,7 +14,7 @@ import numpy as np
 
 from cost.base import Problem
 from diffshard.base import Proposal
-from diffshard.solving.presolve.base import identity
+from diffshard.solving.form import identity
 from diffshard.solving.solve import solve
 from diffshard.solving.solvers import exact, greedy
 from diffshard.solving.solvers._programme import Programme

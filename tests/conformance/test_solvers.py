@@ -20,7 +20,7 @@ from cost.evaluation import evaluate
 from cost.validation import validate
 from diffshard.base import Proposal, Solution
 from diffshard.solving import solvers
-from diffshard.solving.presolve.base import identity
+from diffshard.solving.form import identity
 from diffshard.solving.solve import resolve, solve, solver_names
 from tests.conformance.discovery import examples
 from tests.conformance.endless import ending, time_budget

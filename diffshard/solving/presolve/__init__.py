@@ -2,7 +2,6 @@
 
 - `pipeline.py`: `presolve`, all of them in the order that leaves the least. Tie merging comes first: it
   merges nodes that determine each other and removes forbidden entries.
-- `base.py`: what a reduction returns, how reductions follow one another, and arrays that stay shared.
 - `memory.py` keeps the times at which the memory limit can bind.
 - `elimination.py` removes nodes of degree up to two, separable edges, and strategies that another one dominates.
 """

@@ -21,7 +21,7 @@ from cost.base import FORBIDDEN, Problem, edge_ends
 from cost.edges import map_distinct
 from cost.memory import usage_tables
 from diffshard.base import InfeasibleError
-from diffshard.solving.presolve.base import Memo, Reduction
+from diffshard.solving.form import Reduction
 
 LARGEST_PRODUCT = 1 << 16
 """Entries of a new transfer matrix beyond which a node of degree two stays: it would cost more than the node."""
@@ -39,6 +39,35 @@ def eliminate(problem: Problem, changed_nodes: Iterable[int] | None = None) -> R
     graph = _Graph(problem)
     graph.reduce(set(range(len(problem.node_cost)) if changed_nodes is None else changed_nodes))
     return graph.reduction()
+
+
+class Memo:
+    """Results of operations on arrays, so that the same operation on the same arrays runs once.
+
+    Edges of equal layers share one matrix. With a memo elimination transforms it once, and all of these edges share
+    the result again. Arrays are told apart by identity; the memo keeps them alive, so that no identity is used twice.
+    """
+
+    def __init__(self):
+        self._results: dict[tuple, tuple] = {}
+
+    def __call__(self, operation: Callable, *arrays: np.ndarray, parameter: np.ndarray | None = None):
+        """Returns `operation(*arrays)`, or `operation(*arrays, parameter)`, where the parameter counts by its value."""
+        value = () if parameter is None else (parameter,)
+        key = (operation, *(id(array) for array in arrays), *(array.tobytes() for array in value))
+        if key not in self._results:
+            self._results[key] = (operation(*arrays, *value), arrays)
+        return self._results[key][0]
+
+    def transpose(self, matrix: np.ndarray) -> np.ndarray:
+        """Returns the transposed matrix as an array of its own, whose transposed one is `matrix` itself."""
+        result = self(_transpose, matrix)
+        self._results.setdefault((_transpose, id(result)), (matrix, (result,)))
+        return result
+
+
+def _transpose(matrix: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(matrix.T)
 
 
 class _Graph:

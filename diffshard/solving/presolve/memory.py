@@ -14,7 +14,7 @@ import numpy as np
 from cost.base import Problem, num_memory_devices, num_strategies
 from cost.edges import map_distinct
 from cost.memory import memory_profile, usage_error, usage_tables
-from diffshard.solving.presolve.base import Reduction
+from diffshard.solving.form import Reduction
 
 _LARGEST_TABLE = 1 << 24
 """Numbers in the table of what every strategy uses at every time, 128 MB: beyond it times are not compared."""

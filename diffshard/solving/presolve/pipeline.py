@@ -7,13 +7,14 @@ import functools
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
 from cost.base import Problem, edge_ends, is_forbidden, num_strategies, with_infinities
 from cost.edges import distinct_arrays, map_distinct, merge_edges
 from diffshard.base import InfeasibleError
-from diffshard.solving.presolve.base import Reduction, compose, identity
+from diffshard.solving.form import Reduction, identity
 from diffshard.solving.presolve.elimination import eliminate
 from diffshard.solving.presolve.memory import compress_memory
 
@@ -38,19 +39,25 @@ def presolve(problem: Problem, deadline: float = math.inf) -> Reduction:
     for step in (merge_ties, compress_memory, eliminate):
         if time.perf_counter() > deadline:
             return reduction
-        reduction = compose(reduction, step)
+        reduction = _followed_by(reduction, step)
     for _ in range(_MOST_ROUNDS):
         if time.perf_counter() > deadline:
             break
         nodes_with_memory = set(reduction.problem.usage_node.tolist())
-        reduction = compose(reduction, compress_memory)
+        reduction = _followed_by(reduction, compress_memory)
         # Strategies that cannot fit leave less room for others, and nodes whose memory is free now can be eliminated.
         freed_nodes = nodes_with_memory - set(reduction.problem.usage_node.tolist())
         freed_nodes |= {v for v, cost in enumerate(reduction.problem.node_cost) if np.isinf(cost).any()}
         if not freed_nodes:
             break
-        reduction = compose(reduction, functools.partial(eliminate, changed_nodes=freed_nodes))
+        reduction = _followed_by(reduction, functools.partial(eliminate, changed_nodes=freed_nodes))
     return reduction
+
+
+def _followed_by(first: Reduction, step: Callable[[Problem], Reduction]) -> Reduction:
+    """Applies one more reduction and returns both as one."""
+    problem, constant, expand = step(first.problem)
+    return Reduction(problem, first.constant + constant, lambda choice: first.expand(expand(choice)))
 
 
 def merge_ties(problem: Problem) -> Reduction:
@@ -59,9 +66,10 @@ def merge_ties(problem: Problem) -> Reduction:
     Raises:
       InfeasibleError: some node has no strategy left.
     """
-    if not any(map_distinct(_forbids, [*problem.node_cost, *problem.edge_cost])):  # what is shared stays shared
-        node_cost, edge_cost = map_distinct(_as_float, problem.node_cost), map_distinct(_as_float, problem.edge_cost)
-        return identity(problem._replace(node_cost=node_cost, edge_cost=edge_cost))
+    costs, num_nodes = [*problem.node_cost, *problem.edge_cost], len(problem.node_cost)
+    if not any(map_distinct(lambda cost: is_forbidden(cost).any(), costs)):
+        costs = map_distinct(lambda cost: np.asarray(cost, float), costs)  # what is shared stays shared
+        return identity(problem._replace(node_cost=costs[:num_nodes], edge_cost=costs[num_nodes:]))
     ties = _Ties(problem)
     ties.propagate()
     return ties.reduction()
@@ -214,14 +222,6 @@ class _Ties:
             between.append((a, b, restrictions[form]))
         matrices = merge_edges(between)
         return np.array(list(matrices), np.int64).reshape(-1, 2), list(matrices.values())
-
-
-def _forbids(cost: np.ndarray) -> bool:
-    return bool(is_forbidden(cost).any())
-
-
-def _as_float(cost: np.ndarray) -> np.ndarray:
-    return np.asarray(cost, float)
 
 
 def _summed_loads(problem: Problem, group: np.ndarray, maps: list[np.ndarray], count: int) -> list[np.ndarray]:

@@ -10,8 +10,7 @@ from cost.base import Problem, num_strategies
 from cost.evaluation import Evaluator, evaluate
 from diffshard.base import Proposal
 from diffshard.solving.coarse_to_fine import TIE_GAP, LazyMemoryLimit
-from diffshard.solving.form import merge_classes
-from diffshard.solving.presolve.base import identity
+from diffshard.solving.form import identity, merge_classes
 from diffshard.solving.solve import solve
 from tests.diffshard.solving.random_problems import optimum, small_problem
 

@@ -11,9 +11,8 @@ import pytest
 from cost.base import Problem, num_strategies
 from cost.evaluation import evaluate
 from diffshard.base import Proposal
-from diffshard.solving.form import classes, merge_classes, quotient_by_equality
+from diffshard.solving.form import classes, identity, merge_classes, quotient_by_equality
 from diffshard.solving.phases.starts import QuotientStart, best_equal_choice
-from diffshard.solving.presolve.base import identity
 from diffshard.solving.solve import solve
 from diffshard.solving.solvers import gradient
 from tests.diffshard.solving.random_problems import layered_problem, small_problem

@@ -6,8 +6,8 @@ import pytest
 from cost.base import FORBIDDEN, Problem
 from cost.evaluation import evaluate
 from diffshard.base import Proposal
+from diffshard.solving.form import identity
 from diffshard.solving.loop import Rounding, in_range
-from diffshard.solving.presolve.base import identity
 from diffshard.solving.solve import solve
 
 NO_EDGES = np.zeros((0, 2), int)

@@ -11,7 +11,7 @@ import pytest
 from cost.base import FORBIDDEN, Problem
 from cost.evaluation import evaluate, violations
 from diffshard.base import Proposal
-from diffshard.solving.presolve.base import identity
+from diffshard.solving.form import identity
 from diffshard.solving.solve import solve, solver_names
 from search_spaces.numbered import NumberedSpace
 from tests.diffshard.solving.random_problems import layered_problem, small_problem

@@ -11,7 +11,7 @@ import pytest
 
 from cost.base import Hardware
 from cost.evaluation import evaluate
-from diffshard.solving.presolve.base import identity
+from diffshard.solving.form import identity
 from diffshard.solving.solve import solve
 from diffshard.tables.bound import lower_bound_s, strategy_arrays
 from diffshard.tables.chains import SCHEDULE, Chains, Schedule, SummedChains, scaled

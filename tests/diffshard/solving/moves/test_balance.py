@@ -9,9 +9,9 @@ import pytest
 from cost.base import Problem
 from cost.evaluation import evaluate
 from diffshard.solving.csr import chosen_cost, to_csr, with_ceiling
+from diffshard.solving.form import identity
 from diffshard.solving.moves.single_nodes import Balance
 from diffshard.solving.phases.improving import Balancing
-from diffshard.solving.presolve.base import identity
 from diffshard.solving.solve import solve
 from diffshard.solving.solvers import gradient
 from tests.diffshard.solving.random_problems import KINDS, optimum, small_problem

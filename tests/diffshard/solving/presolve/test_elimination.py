@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from diffshard.solving.presolve import elimination
-from diffshard.solving.presolve.base import Memo
-from diffshard.solving.presolve.elimination import undominated_strategies
+from diffshard.solving.presolve.elimination import Memo, undominated_strategies
 
 
 def dominates(s, t, cost, matrices, tables):

@@ -5,7 +5,7 @@ import pytest
 
 from cost.base import Problem
 from diffshard.base import Proposal
-from diffshard.solving.presolve.base import identity
+from diffshard.solving.form import identity
 from diffshard.solving.solve import solve
 from diffshard.solving.solvers import dynamic_programming
 from diffshard.solving.solvers.dynamic_programming import solve as dynamic

@@ -9,9 +9,9 @@ import pytest
 
 from cost.base import Problem
 from cost.evaluation import evaluate
+from diffshard.solving.form import identity
 from diffshard.solving.phases.improving import Annealing, Branches, Neighbourhoods, TemperedChains
 from diffshard.solving.phases.starts import DualAscent, DualStarts, Phase, QuotientStart
-from diffshard.solving.presolve.base import identity
 from diffshard.solving.presolve.pipeline import presolve
 from diffshard.solving.solve import solve
 from diffshard.solving.solvers import gradient

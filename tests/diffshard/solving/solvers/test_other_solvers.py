@@ -12,7 +12,7 @@ from diffshard import child_processes
 from diffshard.base import OPTIMAL_GAP
 from diffshard.solving.csr import chosen_cost, to_csr, with_ceiling
 from diffshard.solving.dual.ascent import softmin_weights
-from diffshard.solving.presolve.base import identity
+from diffshard.solving.form import identity
 from diffshard.solving.solve import solve
 from diffshard.solving.solvers import beam, exact, greedy, primal
 from experiments.fuzzing import __main__ as command
