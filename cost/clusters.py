@@ -288,14 +288,17 @@ class Cluster:
             that one host does not have.
         """
         number = checked_number("num_bytes", num_bytes, AmountOrInf)
-        fits = self._fit_one_host(sender, receiver)
+        sides = [(side, self._kind(side.kind), self._networks[side.kind].transfers()) for side in (sender, receiver)]
+        fits = sender.kind == receiver.kind and sender.num_devices + receiver.num_devices <= sides[0][1].devices
         if in_one_host and not fits:
             raise ValueError(f"`in_one_host` is true, but no host has the devices of both {sender} and {receiver}.")
-        sides = [(submesh, self._lines(submesh.kind)) for submesh in (sender, receiver)]
-        inside_s = max(inside.s_per_byte * number / submesh.num_devices for submesh, (inside, _) in sides)
+        inside_s = max(inside.s_per_byte * number / side.num_devices for side, _, (inside, _) in sides)
         if fits if in_one_host is None else in_one_host:
-            return sides[0][1][0].latency_s + inside_s
-        betweens = [(between, self._num_hosts(submesh)) for submesh, (_, between) in sides]
+            return sides[0][2][0].latency_s + inside_s
+        betweens = [
+            (self.between or between, math.ceil(side.num_devices / hosts.devices))
+            for side, hosts, (_, between) in sides
+        ]
         between_s = max(between.s_per_byte * number / num_hosts for between, num_hosts in betweens)
         return max(between.latency_s for between, _ in betweens) + max(inside_s, between_s)
 
@@ -305,18 +308,6 @@ class Cluster:
             names = ", ".join(f"{i}: {hosts.name}" for i, hosts in enumerate(self.kinds))
             raise ValueError(f"`kind` must be the index of a kind ({names}), not {kind!r}.")
         return self.kinds[number]
-
-    def _num_hosts(self, submesh: Submesh) -> int:
-        return math.ceil(submesh.num_devices / self.kinds[submesh.kind].devices)
-
-    def _fit_one_host(self, one: Submesh, other: Submesh) -> bool:
-        return one.kind == other.kind and one.num_devices + other.num_devices <= self._kind(one.kind).devices
-
-    def _lines(self, kind: int) -> tuple[Link, Link]:
-        """Returns the links from device to device of a host, and from host to host, for single transfers."""
-        self._kind(kind)
-        inside, between = self._networks[kind].transfers()
-        return inside, between if self.between is None else self.between
 
     @cached_property
     def _networks(self) -> tuple[Network, ...]:

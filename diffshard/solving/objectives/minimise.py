@@ -108,29 +108,25 @@ class _Search:
         """Returns whether the objective's own tangents lead elsewhere than those from which the bound comes."""
         return not self.tangents.is_convex or self.priced.objective.convex_below is not None
 
-    def price(self, choice: np.ndarray) -> float:
-        """Returns the price of a choice, inf where it is not feasible; keeps what is best."""
+    def add(self, choice: np.ndarray) -> int | None:
+        """Adds a choice to the known ones; returns its number, None where it was known or is not feasible."""
+        if any(np.array_equal(choice, known) for known in self.choices):
+            return None
         evaluation = self.evaluate(choice)
         if not evaluation.feasible:
-            return math.inf
+            return None
         amounts = self.priced.amounts(choice)
         value = self.priced.price(amounts)
         if self.priced.objective.convex_below is None:
             self.tangents.check(amounts, value)
-        price = float(evaluation.cost) + value
-        if price < self.best_price:
-            self.best_price, self.best_choice = price, choice
+        cost = float(evaluation.cost)
+        if cost + value < self.best_price:
+            self.best_price, self.best_choice = cost + value, choice
             self.report()
-        return price
-
-    def add(self, choice: np.ndarray) -> int | None:
-        """Prices a choice and adds it to the known ones; returns its number, None where it was known."""
-        if any(np.array_equal(choice, known) for known in self.choices) or self.price(choice) == math.inf:
-            return None
         self.choices.append(choice)
-        self.costs.append(float(self.evaluate(choice).cost))
-        self.amounts.append(self.priced.amounts(choice))
-        self.tangents.add(self.amounts[-1])
+        self.costs.append(cost)
+        self.amounts.append(amounts)
+        self.tangents.add(amounts)
         return len(self.choices) - 1
 
     def add_descended(self, starts: Sequence[np.ndarray]) -> list[int]:

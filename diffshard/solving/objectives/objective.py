@@ -98,10 +98,10 @@ class PricedObjective:
         return np.concatenate(parts, axis=-1)
 
     def by_name(self, flat: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns a vector `[N]` as arrays by the names of quantities."""
+        """Returns vectors `[..., N]` as arrays by the names of quantities."""
         ends = np.cumsum([math.prod(shape) for shape in self._shapes.values()])
-        parts = np.split(flat, ends[:-1])
-        return {name: part.reshape(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
+        parts = zip(self._shapes.items(), np.split(flat, ends[:-1], axis=-1), strict=True)
+        return {name: part.reshape((*flat.shape[:-1], *shape)) for (name, shape), part in parts}
 
     def price(self, amounts: np.ndarray) -> float:
         """Returns the objective at amounts `[N]`.
@@ -116,11 +116,8 @@ class PricedObjective:
         if not len(amounts):
             return np.zeros(0)
         padded = np.concatenate([amounts, np.repeat(amounts[-1:], _padding(len(amounts)), axis=0)])
-        ends = np.cumsum([math.prod(shape) for shape in self._shapes.values()])
-        parts = zip(self._shapes.items(), np.split(padded, ends[:-1], axis=1), strict=True)
         with jax.enable_x64(True):
-            by_name = {name: part.reshape(-1, *shape) for (name, shape), part in parts}
-            values = np.asarray(_compiled_batch(self.objective.function)(by_name))[: len(amounts)]
+            values = np.asarray(_compiled_batch(self.objective.function)(self.by_name(padded)))[: len(amounts)]
         return np.where(np.isfinite(values), values, np.inf)
 
     def tangent(self, amounts: np.ndarray) -> Tangent:
