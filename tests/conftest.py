@@ -1,7 +1,8 @@
 """Eight host devices and a compilation cache for every test, set before JAX is imported; fewer garbage collections.
 
 With `--at-most S` the tests that take more than S seconds of a processor by `tests/seconds.txt` are left out;
-`--write-seconds` writes this file in a run of all.
+`--write-seconds` writes this file in a run of all. What tests share is set up by the one that runs first, and counts in
+equal parts for all of them.
 """
 
 import collections
@@ -9,6 +10,7 @@ import gc
 import os
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +28,8 @@ _LEAST_S = 0.1  # of a test function with all its parameters, that is worth a li
 _CACHE = Path(__file__).resolve().parents[1] / ".cache" / "jax"
 
 _BEGIN = pytest.StashKey[float]()
+_shared_s: dict[str, float] = {}
+"""Seconds of a processor that each shared fixture has taken in the test that runs now, without those it asks for."""
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 for flag, value in _FLAGS.items():
@@ -61,14 +65,31 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Notes what the process had computed before a test."""
     item.stash[_BEGIN] = _processor_s()
+    _shared_s.clear()
     return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> Generator[None, Any, Any]:
+    """Notes what a fixture takes that several tests share."""
+    begin_s, before_s = _processor_s(), sum(_shared_s.values())
+    result = yield
+    if fixturedef.scope != "function":
+        inside_s = sum(_shared_s.values()) - before_s
+        _shared_s[_shared(fixturedef)] = _processor_s() - begin_s - inside_s
+    return result
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
     """Adds the seconds of a processor to the last report of a test: machines differ less in these."""
     if call.when == "teardown":
-        item.user_properties.append(("processor_s", _processor_s() - item.stash[_BEGIN]))
+        own_s = _processor_s() - item.stash[_BEGIN] - sum(_shared_s.values())
+        definitions = (found[-1] for found in item._fixtureinfo.name2fixturedefs.values())  # pyright: ignore
+        shares = [_shared(definition) for definition in definitions if definition.scope != "function"]
+        item.user_properties += [("processor_s", own_s), ("shared_s", dict(_shared_s)), ("shares", shares)]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -84,14 +105,22 @@ class _Seconds:
     """Writes the seconds of test functions that take long."""
 
     def __init__(self):
-        self.seconds = collections.defaultdict[str, float](float)
+        self.seconds = collections.Counter[str]()
+        self.shared_s = collections.Counter[str]()
+        self.users = collections.defaultdict[str, list[str]](list)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        seconds = dict(report.user_properties).get("processor_s", 0.0)
-        assert isinstance(seconds, float)
-        self.seconds[_function(report.nodeid)] += seconds
+        properties: dict[str, Any] = dict(report.user_properties)
+        name = _function(report.nodeid)
+        self.seconds[name] += properties.get("processor_s", 0.0)
+        self.shared_s.update(properties.get("shared_s", {}))
+        for shared in properties.get("shares", []):
+            self.users[shared].append(name)
 
     def pytest_sessionfinish(self) -> None:
+        for shared, users in self.users.items():
+            for name in users:
+                self.seconds[name] += self.shared_s[shared] / len(users)
         lines = (f"{s:6.1f} {name}\n" for name, s in sorted(self.seconds.items()) if s > _LEAST_S)
         _SECONDS.write_text("".join(lines))
 
@@ -100,6 +129,11 @@ def _known_seconds() -> dict[str, float]:
     """Returns the seconds of the functions of tests that take long."""
     lines = (line.split() for line in _SECONDS.read_text().splitlines())
     return {name: float(seconds) for seconds, name in lines}
+
+
+def _shared(fixture: pytest.FixtureDef[Any]) -> str:
+    """Returns the name of a fixture, with the file that has it."""
+    return f"{fixture.baseid}::{fixture.argname}"
 
 
 def _processor_s() -> float:
