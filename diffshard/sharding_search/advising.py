@@ -25,12 +25,15 @@ from search_spaces.sharding.format_gains import best_formats
 from search_spaces.sharding.memory import memory_use
 from search_spaces.sharding.product_formats import takes_formats
 from search_spaces.sharding.space import ShardingSpace
+from search_spaces.sharding.strategies import whole_strategy
 
 _LEAST_SOLVER_S, _SOLVER_SHARE = 3.0, 0.5
 """Seconds that a problem of advice may take, and the share of the plan's own search that it may take beyond that."""
 _LEAST_PRODUCTS = 0.5
 """The share of a step that products take at least where another format of theirs is worth a line."""
 
+_MOSTLY_WAITING = 2.0
+"""How many times its computing a timeline takes at least where one device alone may be faster."""
 _NEAR_LIMIT = 0.8
 """The share of the memory limit that a plan takes at least where the search asks what the limit costs."""
 
@@ -91,11 +94,29 @@ def _of_choice(request: PlanRequest, plan: Plan, deadline: Deadline) -> Iterator
     if start is None or not start.is_exact:
         return
     choice: Choice = tuple(start.choice.tolist())
+    yield from _of_one_device(own, plan)
     yield from _of_donating(own, plan, choice)
     yield from _of_float8(own, plan, choice)
     if plan.objective is None and plan.formats is None and plan.status in ("optimal", "finished"):
         yield from _of_given(own, plan, deadline)
         yield from _of_memory_limit(request, plan, choice if own is request else None, deadline)
+
+
+def _of_one_device(request: PlanRequest, plan: Plan) -> Iterator[Advice]:
+    """Compares a step whose timeline mostly waits for links with the same step on one device, which waits for none."""
+    space, timeline = request.space, plan.timeline
+    fits = sum(tensor.num_bytes for tensor in plan.arguments) <= plan.memory_limit_bytes
+    if timeline is None or timeline.seconds < _MOSTLY_WAITING * plan.compute_s or not fits or plan.objective:
+        return
+    whole = ((v, whole_strategy(v)) for v in space.graph.operations())
+    seconds = sum(space.node_costs.chosen_compute_s(vertex, strategy) for vertex, strategy in whole)
+    less = timeline.seconds - seconds
+    if less > LEAST_SHARE * timeline.seconds:
+        words = (
+            f"{format_s(less)} ({format_percent(less / timeline.seconds)}) less by the timeline: one device alone "
+            f"takes {format_s(seconds)}, without waiting for links; take fewer devices, or a larger batch or model"
+        )
+        yield Advice(words, min(less, plan.step_s))
 
 
 def _of_donating(request: PlanRequest, plan: Plan, choice: Choice) -> Iterator[Advice]:

@@ -33,14 +33,13 @@ from search_spaces.pipelines.batch_states import (
     spec_of,
     splits_groups,
     strategy_of,
-    whole_strategy,
 )
 from search_spaces.pipelines.step_parts import is_transposed
 from search_spaces.replay import REMAT, user_source
 from search_spaces.sharding.base import Rule, ShardingStrategy
-from search_spaces.sharding.given import rank_of
-from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex, is_contraction
+from search_spaces.sharding.graph import Block, Graph, Operand, Region, Value, Vertex, is_contraction, rank_of
 from search_spaces.sharding.replicated_operations import is_replicated
+from search_spaces.sharding.strategies import whole_strategy
 
 
 def batch_flow(

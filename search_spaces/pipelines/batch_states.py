@@ -14,7 +14,6 @@ from jax import lax
 
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import ReshardStep, Rule, ShardingStrategy
-from search_spaces.sharding.given import rank_of
 from search_spaces.sharding.graph import Graph, Operand, Region, Value, Vertex
 from search_spaces.sharding.local_operations import combiner
 from search_spaces.sharding.opaque.operations import name_of
@@ -96,12 +95,6 @@ def splits_groups(vertex: Vertex, strategy: ShardingStrategy) -> bool:
     batch, features, *_ = params["dimension_numbers"].lhs_spec
     counts = params["batch_group_count"], params["feature_group_count"]
     return any(n > 1 and strategy.operands[0][d] for n, d in zip(counts, (batch, features), strict=True))
-
-
-def whole_strategy(vertex: Vertex) -> ShardingStrategy:
-    """Returns the strategy of an operation that every micro-batch computes alike."""
-    operands = [spec_of("whole", rank_of(operand)) for operand in vertex.operands]
-    return strategy_of(operands, [spec_of("whole", len(value.shape)) for value in vertex.results])
 
 
 def strategy_of(operands: Sequence[IndexedSpec], results: Sequence[IndexedSpec]) -> ShardingStrategy:

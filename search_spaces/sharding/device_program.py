@@ -28,8 +28,7 @@ from search_spaces.sharding.codes import FORMATS as CODES
 from search_spaces.sharding.codes import precision_of
 from search_spaces.sharding.delayed_scales import DelayedScales, Scales
 from search_spaces.sharding.executor import Flow, Keeping, ReadOperand
-from search_spaces.sharding.given import rank_of
-from search_spaces.sharding.graph import Graph, Value, Vertex, follows_contraction
+from search_spaces.sharding.graph import Graph, Value, Vertex, follows_contraction, rank_of
 from search_spaces.sharding.interpreter import GraphInterpreter
 from search_spaces.sharding.kept_codes import LateReads
 from search_spaces.sharding.local_blocks import Blocks, context_of_blocks

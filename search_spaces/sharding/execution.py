@@ -17,8 +17,7 @@ from search_spaces.partition_specs import IndexedSpec, named_spec, partition_spe
 from search_spaces.replay import bind, context_of
 from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy, coded_by, in_format
 from search_spaces.sharding.executor import ReadOperand
-from search_spaces.sharding.given import rank_of
-from search_spaces.sharding.graph import Graph, Value, Vertex
+from search_spaces.sharding.graph import Graph, Value, Vertex, rank_of
 from search_spaces.sharding.interpreter import GraphInterpreter
 from search_spaces.sharding.local_blocks import Blocks
 from search_spaces.sharding.local_operations import LocalCall, combiner, run_local

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from jax.core import Tracer
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -14,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from search_spaces.partition_specs import IndexedSpec, broadcast_specs, checked_axes_of, split_shape
 from search_spaces.replay import REMAT, abstract_argument, bind, evaluated, source_of, with_inner
 from search_spaces.sharding.base import GivenSpec, ShardingStrategy
-from search_spaces.sharding.graph import Graph, Operand, Value, Vertex
+from search_spaces.sharding.graph import Graph, Operand, Vertex, rank_of
 from search_spaces.sharding.rules import shapes_of
 from search_spaces.sharding.tracing import INLINED_BODIES
 
@@ -93,11 +92,6 @@ def axes_with_meaning(
         specs = () if strategy is None else (*strategy.operands, *strategy.results)
         fixed_axes.update(axis for spec in specs for axes in spec for axis in axes)
     return frozenset(fixed_axes)
-
-
-def rank_of(operand: Operand) -> int:
-    """Returns the number of dimensions of a value or literal."""
-    return len(operand.shape) if isinstance(operand, Value) else np.ndim(operand.val)
 
 
 def check_prefix(in_shardings: Any, mesh: Mesh | AbstractMesh) -> None:

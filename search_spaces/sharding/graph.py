@@ -53,6 +53,11 @@ class Value:
 Operand = Value | core.Literal
 
 
+def rank_of(operand: Operand) -> int:
+    """Returns the number of dimensions of a value or literal."""
+    return len(operand.shape) if isinstance(operand, Value) else np.ndim(operand.val)
+
+
 def values_of(operands: Iterable[Operand]) -> list[Value]:
     """Returns those of some operands that are values; the others are literals."""
     return [operand for operand in operands if isinstance(operand, Value)]

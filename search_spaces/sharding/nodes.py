@@ -7,7 +7,7 @@ from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Axes, Coded, GivenSpec, Node, Rule, ShardingStrategy
 from search_spaces.sharding.coded_sums import can_be_coded
 from search_spaces.sharding.edge_costs import readers_of
-from search_spaces.sharding.given import axes_with_meaning, constraint_of, fits, rank_of, shard_map_strategy
+from search_spaces.sharding.given import axes_with_meaning, constraint_of, fits, shard_map_strategy
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.opaque.operations import opaque_of, runs_on_parts
 from search_spaces.sharding.replicated_operations import is_partitioned_wrongly, is_replicated
@@ -19,9 +19,9 @@ from search_spaces.sharding.strategies import (
     in_order,
     interchangeable_axes,
     kinds_of_dimensions,
-    replicated_strategy,
     strategies_of_rule,
     strategy_of_spec,
+    whole_strategy,
 )
 
 MOST_STRATEGIES = 500
@@ -208,7 +208,7 @@ class _StrategiesOnMesh:
         if only_strategy is not None:
             return [only_strategy]
         if rule is None:
-            return [replicated_strategy([rank_of(o) for o in vertex.operands], [len(r.shape) for r in vertex.results])]
+            return [whole_strategy(vertex)]
         kinds, opaque = self.kinds_of(vertex), opaque_of(vertex)
         strategies = strategies_of_rule(rule, self.axes, kinds)
         if opaque is not None and vertex.equation is not None:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Axes, Dimensions, Rates, ReshardStep, Rule, ShardingStrategy
-from search_spaces.sharding.graph import Graph, Operand, Value, Vertex
+from search_spaces.sharding.graph import Graph, Operand, Value, Vertex, rank_of
 from search_spaces.sharding.spec import axes_in, divides, may_split, replicated_spec, shards
 
 _T = TypeVar("_T")
@@ -26,6 +26,11 @@ def replicated_strategy(operand_ranks: Sequence[int], result_ranks: Sequence[int
     """Returns the strategy in which every device does everything."""
     results = tuple(replicated_spec(r) for r in result_ranks)
     return ShardingStrategy(tuple(replicated_spec(r) for r in operand_ranks), results, 1, ((),) * len(results), results)
+
+
+def whole_strategy(vertex: Vertex) -> ShardingStrategy:
+    """Returns the strategy in which every device, or every micro-batch, does all of an operation."""
+    return replicated_strategy([rank_of(o) for o in vertex.operands], [len(r.shape) for r in vertex.results])
 
 
 def strategy_of_spec(spec: IndexedSpec, axis_sizes: tuple[int, ...]) -> ShardingStrategy:

@@ -217,3 +217,11 @@ def test_a_step_that_holds_nothing_has_a_plan_without_advice(shape):
     mesh = AbstractMesh((2,), ("d",))
     plan = diffshard.search(lambda s: s + 1, mesh, hardware="h100").plan(jax.ShapeDtypeStruct(shape, jnp.float32))
     assert plan.advice == ()
+
+
+def test_a_step_that_one_device_computes_sooner_says_so():
+    plan = plan_of(1024, 128)
+    alone = diffshard.search(train_step, AbstractMesh((1,), ("data",)), hardware="h100").plan(*arguments(1024, 128))
+    advice = only(plan, "one device alone")
+    assert f"takes {format_s(alone.step_s)}" in advice.words
+    assert alone.step_s < plan.timeline.seconds
