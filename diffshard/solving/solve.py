@@ -160,7 +160,7 @@ def solve(
     checked_number("stop_gap", stop_gap, AmountOrInf)
     if not callable(reduce):
         raise TypeError(
-            "`reduce` must be a function of a problem, such as `diffshard.solving.presolve.base.identity`, which hands "
+            "`reduce` must be a function of a problem, such as `diffshard.solving.form.identity`, which hands "
             f"the problem to the solver as it is, not {reduce!r}."
         )
     solver, key, progress = checked.get("solver") or DEFAULT_SOLVER, checked.get("key"), checked.get("progress")
