@@ -11,6 +11,9 @@ from diffshard.pipelines.loss_limits import LossLimit, MeasuredDelay
 from diffshard.pipelines.microbatches import BatchArguments
 from diffshard.pipelines.plans.base import BatchMeans, GradientReduction, ResidualUse
 
+_STAGES_PER_DEVICE = 2
+"""The number with "interleaved" where none is given: the fewest that it can have."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
@@ -46,7 +49,7 @@ class Pipeline:
         the whole batch either way.
 
     Raises:
-      ValueError: a number or a name breaks its rule.
+      TypeError, ValueError: a number or a name breaks its rule.
     """
 
     batch_argnums: int | Sequence[int] = 1
@@ -58,7 +61,7 @@ class Pipeline:
     max_replicas: int = 1
     residuals: Sequence[ResidualUse] = ("keep", "recompute")
     batch_means: BatchMeans = "whole"
-    stages_per_device: int | Sequence[int] = 2
+    stages_per_device: int | Sequence[int] = _STAGES_PER_DEVICE
     predicted_steps: float | Sequence[float] = 0.0
     loss_limit: LossLimit | None = None
 
@@ -68,14 +71,11 @@ class Pipeline:
             raise ValueError(f"`Pipeline.microbatches` must be whole numbers, 1 or more, not {self.microbatches!r}.")
         checked_number("Pipeline.max_stages", self.max_stages, Count)
         checked_number("Pipeline.max_replicas", self.max_replicas, Count)
-        if isinstance(self.schedules, str):
-            raise TypeError(f"`Pipeline.schedules` must be a tuple of names, such as ({self.schedules!r},), not text.")
-        if not self.schedules or any(name not in get_args(Schedule) for name in self.schedules):
-            raise ValueError(f"`Pipeline.schedules` must be some of {get_args(Schedule)}, not {self.schedules!r}.")
-        ways = get_args(GradientReduction)
-        given = self.gradient_reductions
-        if isinstance(given, str) or not given or any(way not in ways for way in given):
-            raise ValueError(f"`Pipeline.gradient_reductions` must be some of {ways}, not {given!r}.")
+        _check_names("schedules", self.schedules, get_args(Schedule))
+        _check_names("gradient_reductions", self.gradient_reductions, get_args(GradientReduction))
+        _check_names("residuals", self.residuals, get_args(ResidualUse))
+        if "keep" not in self.residuals:
+            raise ValueError(f'`Pipeline.residuals` must have "keep" among them, not {self.residuals!r}.')
         self._check_delay()
         if self.max_replicas > 1 and (self.is_delayed or "each_microbatch" not in self.gradient_reductions):
             raise ValueError(
@@ -84,13 +84,6 @@ class Pipeline:
             )
         _check_batch_means(self.batch_means, self.gradient_reductions)
         self._check_even_stages()
-        for name in ("schedules", "gradient_reductions", "residuals"):
-            given = getattr(self, name)
-            if not isinstance(given, str) and len(set(given)) < len(given):
-                raise ValueError(f"`Pipeline.{name}` must name each choice once, not {given!r}.")
-        uses, given = get_args(ResidualUse), self.residuals
-        if isinstance(given, str) or "keep" not in given or any(use not in uses for use in given):
-            raise ValueError(f'`Pipeline.residuals` must be some of {uses}, "keep" among them, not {given!r}.')
 
     def _check_delay(self) -> None:
         steps = [checked_predicted_steps(number) for number in self.predicted_step_counts]
@@ -118,6 +111,11 @@ class Pipeline:
             raise ValueError(
                 f"`Pipeline.stages_per_device` must be whole numbers, 2 or more, not {self.stages_per_device!r}: with "
                 'one stage on each device "interleaved" is "1f1b".'
+            )
+        if "interleaved" not in self.schedules and set(numbers) != {_STAGES_PER_DEVICE}:
+            raise ValueError(
+                "`Pipeline.stages_per_device` is for the schedule 'interleaved', which `schedules` must have; they are "
+                f"{self.schedules!r}. Leave it out, not {self.stages_per_device!r}."
             )
         even: list[Schedule] = [name for name in self.schedules if name not in BY_STAGES_LEFT]
         if even and self.max_replicas > 1:
@@ -174,7 +172,14 @@ class Pipeline:
         allowed = [delay for delay in delays if delay.is_allowed]
         if allowed:
             best = min(allowed, key=lambda delay: (delay.predicted_steps > 0, delay.increase))
-            found.append(replace(self, schedules=("2bw",), predicted_steps=best.predicted_steps, loss_limit=None))
+            delayed = replace(
+                self,
+                schedules=("2bw",),
+                predicted_steps=best.predicted_steps,
+                stages_per_device=_STAGES_PER_DEVICE,
+                loss_limit=None,
+            )
+            found.append(delayed)
         if not found:
             raise ValueError(
                 "`Pipeline.schedules` has '2bw' alone, but each delay raises the loss by more than "
@@ -194,6 +199,17 @@ class Pipeline:
         if isinstance(given, Sequence) and not isinstance(given, str):
             return tuple(sorted(set(given)))
         return (given,)
+
+
+def _check_names(field: str, given: Any, allowed: Sequence[str]) -> None:
+    """Checks that a field is a tuple or list of names, each once."""
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        example = given if given in allowed else allowed[0]
+        raise TypeError(f"`Pipeline.{field}` must be a tuple of names, such as ({example!r},), not {given!r}.")
+    if not given or any(name not in allowed for name in given):
+        raise ValueError(f"`Pipeline.{field}` must be some of {tuple(allowed)}, not {given!r}.")
+    if len(set(given)) < len(given):
+        raise ValueError(f"`Pipeline.{field}` must name each choice once, not {given!r}.")
 
 
 def _check_batch_means(batch_means: Any, gradient_reductions: Sequence[GradientReduction]) -> None:

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from cost.real_numbers import Count, checked_number, whole_number
+from cost.real_numbers import Count, checked_number
 from diffshard.sharding_search.call import Structure, abstract_array, abstract_split, array_paths, split
 from diffshard.sharding_search.options import (
     argument_names,
+    checked_positions,
     names_by_position,
     positional_names,
     positions,
@@ -36,10 +37,17 @@ class BatchArguments(NamedTuple):
 
     @classmethod
     def checked(cls, argnums: int | Sequence[int], argnames: str | Sequence[str]) -> "BatchArguments":
-        """Returns them; raises `ValueError` if there are none, or a position is none."""
-        found = cls(positions(argnums), argument_names(argnames))
-        if any((whole_number(n) is None or n < 0) for n in found.argnums) or not (found.argnums or found.argnames):
-            raise ValueError(f"`batch_argnums` must be positions of arguments, 0 or more, not {argnums!r}.")
+        """Returns them; raises `ValueError` if there are none, or a position or a name is none."""
+        found = cls(checked_positions("batch_argnums", positions(argnums)), argument_names(argnames))
+        if not all(isinstance(name, str) for name in found.argnames):
+            raise ValueError(
+                f"`batch_argnames` must be names of arguments, not {argnames!r}; `batch_argnums` takes positions."
+            )
+        if not any(found):
+            raise ValueError(
+                "`batch_argnums` must be positions of arguments that have the batch, not (), where `batch_argnames` "
+                "has no names."
+            )
         return found
 
 

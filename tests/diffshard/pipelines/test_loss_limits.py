@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import diffshard
-from diffshard.pipelines.loss_limits import measured_delays
+from diffshard.pipelines.loss_limits import MeasuredDelay, measured_delays
 from tests.diffshard.pipelines.small_pipeline import check_close
 from tests.diffshard.pipelines.test_delayed_gradients import by_hand, mlp, mlp_loss, step_of, versions_of
 
@@ -111,3 +111,15 @@ def test_what_cannot_be_measured_or_chosen_is_refused():
         cluster = diffshard.Cluster.from_devices(jax.devices()[:2], hardware="h100")
         pipeline = diffshard.Pipeline(schedules=("2bw",), loss_limit=limit_of(optimizer))
         diffshard.search(lambda s, b, n: (s, b), cluster, pipeline=pipeline, static_argnums=2)
+
+
+def test_the_delayed_schedule_leaves_the_stages_of_interleaved_ones_behind():
+    pipeline = diffshard.Pipeline(
+        schedules=("interleaved", "2bw"),
+        stages_per_device=3,
+        predicted_steps=PREDICTED,
+        loss_limit=limit_of(optax.sgd(0.1), 1.0),
+    )
+    exact, delayed = pipeline.within_limit([MeasuredDelay(1.0, 0.0, None, is_allowed=True)])
+    assert (exact.schedules, exact.stages_per_device) == (("interleaved",), 3)
+    assert (delayed.schedules, delayed.predicted_steps, delayed.stages_per_device) == (("2bw",), 1.0, 2)

@@ -3,6 +3,7 @@
 import dataclasses
 import html
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -270,11 +271,24 @@ def test_a_pipeline_under_a_transformation_is_refused(transform):
         ({"schedules": ("1f1b", "1f1b")}, "`Pipeline.schedules` must name each choice once"),
         ({"batch_argnums": "1"}, "`batch_argnums` must be positions"),
         ({"batch_argnums": ()}, "`batch_argnums` must be positions"),
+        ({"batch_argnames": 1}, "`batch_argnames` must be names of arguments, not 1; `batch_argnums` takes positions"),
+        ({"stages_per_device": 3, "schedules": ("1f1b",)}, "is for the schedule 'interleaved'.*'1f1b'.*not 3"),
     ],
 )
 def test_what_a_pipeline_cannot_be_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         diffshard.Pipeline(**options)
+
+
+@pytest.mark.parametrize(
+    ("field", "name"), [("schedules", "1f1b"), ("gradient_reductions", "once"), ("residuals", "keep")]
+)
+def test_names_in_place_of_tuples_of_names_are_refused(field, name):
+    for given in (name, 3):
+        options: dict[str, Any] = {field: given}
+        message = rf"`Pipeline.{field}` must be a tuple of names, such as \('\w+',\), not {given!r}"
+        with pytest.raises(TypeError, match=message):
+            diffshard.Pipeline(**options)
 
 
 def test_one_number_of_micro_batches_may_be_given_alone():

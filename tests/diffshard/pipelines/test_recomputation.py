@@ -107,7 +107,7 @@ def test_more_memory_never_gives_a_slower_plan_and_no_lack_of_it_is_needed_to_ma
     assert seconds[-1] < 0.9 * planned(("keep",), 400).step_s
 
 
-@pytest.mark.parametrize("residuals", [(), ("recompute",), ("keep", "forget"), "keep"])
+@pytest.mark.parametrize("residuals", [(), ("recompute",), ("keep", "forget")])
 def test_residuals_that_are_no_ways_are_refused(residuals):
-    with pytest.raises(ValueError, match=r"`Pipeline.residuals` must be some of .* not "):
+    with pytest.raises(ValueError, match=r"`Pipeline.residuals` must (be some of|have \"keep\" among) .* not "):
         diffshard.Pipeline(residuals=residuals)
