@@ -1,11 +1,13 @@
-"""Checks of the rules of `Problem`, for problems from outside."""
+"""Checks of the rules of `Problem` and of `Quantity`, for those from outside."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from cost.base import FORBIDDEN, Problem, edge_ends, is_forbidden, num_loads, num_strategies
 from cost.edges import distinct_arrays, first_positions
+from cost.quantities import LiveMemory, Quantities, Quantity
+from cost.real_numbers import Count, checked_number
 
 _LARGEST_USAGE = 1e100
 """Sums of usages up to this one stay finite in float64, however many there are."""
@@ -97,9 +99,7 @@ def _check_edges(problem: Problem, sizes: np.ndarray) -> None:
     if loops.size:
         e = loops[0]
         raise ValueError(f"`edge_nodes[{e}]` joins node {edges[e, 0]} to itself; add its diagonal to `node_cost`.")
-    _, matrix_of = distinct_arrays(problem.edge_cost)
-    forms = np.column_stack([matrix_of, sizes[edges]])  # a matrix that edges of equal sizes share is looked at once
-    for e in np.sort(np.unique(forms, axis=0, return_index=True)[1]).tolist():
+    for e in _first_of_each_form(problem.edge_cost, sizes[edges]):
         u, v = edges[e].tolist()
         _check_costs(problem.edge_cost[e], (sizes[u], sizes[v]), f"`edge_cost[{e}]` between nodes {u} and {v}")
 
@@ -123,9 +123,7 @@ def _check_usages(problem: Problem, sizes: np.ndarray) -> None:
     for k in np.flatnonzero(intervals[:, 0] >= intervals[:, 1])[:1]:
         start, end = intervals[k]
         raise ValueError(f"`usage_interval[{k}]` is [{start}, {end}), which is empty; leave the usage out.")
-    _, table_of = distinct_arrays(problem.usage)
-    forms = np.column_stack([table_of, sizes[nodes]]) if len(nodes) else np.zeros((0, 2), np.int64)
-    for k in np.sort(np.unique(forms, axis=0, return_index=True)[1]).tolist():  # each table once
+    for k in _first_of_each_form(problem.usage, sizes[nodes.astype(np.int64)]):
         usage, v = problem.usage[k], int(nodes[k])
         _check_array(usage, f"`usage[{k}]`")
         devices = np.shape(usage)[1:]
@@ -149,6 +147,79 @@ def _check_usages(problem: Problem, sizes: np.ndarray) -> None:
             )
         if float(np.max(usage, initial=0)) > _LARGEST_USAGE:
             raise ValueError(f"`usage[{k}]` of node {v} must be at most {_LARGEST_USAGE:.0e}, got {np.max(usage)}.")
+
+
+def validate_quantities(quantities: Quantities, problem: Problem, name: str) -> None:
+    """Checks that quantities keep the rules of `Quantity`, on a problem that is valid.
+
+    Args:
+      name: of the argument, for errors.
+
+    Raises:
+      TypeError: they are no dict of quantities.
+      ValueError: names the quantity, its field, the rule and the value.
+    """
+    if not isinstance(quantities, Mapping) or not quantities:
+        raise TypeError(f"`{name}` must be a dict of one Quantity or more by their names, not {quantities!r}.")
+    sizes = num_strategies(problem)
+    places = {"node": sizes[:, None], "edge": sizes[edge_ends(problem)]}
+    for key, quantity in quantities.items():
+        own_name = f"{name}[{key!r}]"
+        if isinstance(quantity, LiveMemory) and isinstance(quantity.problem, Problem):
+            continue
+        if not isinstance(quantity, Quantity):
+            raise TypeError(f"`{own_name}` must be a Quantity(node, edge) or a LiveMemory(problem), not {quantity!r}.")
+        rest: tuple[int, ...] | None = None
+        for field, forms in places.items():
+            rest = _check_tables(getattr(quantity, field), forms, rest, f"{own_name}.{field}", field)
+            _check_groups(quantity, field, f"{own_name}.{field}_group")
+
+
+def _check_tables(
+    tables: Sequence[np.ndarray], forms: np.ndarray, rest: tuple[int, ...] | None, name: str, of: str
+) -> tuple[int, ...] | None:
+    """Checks the arrays of a quantity for nodes or edges, and returns the dimensions that all of them have in common.
+
+    Args:
+      forms: `[V, 1]` or `[E, 2]`, the numbers of strategies.
+      rest: those dimensions, where another array has told them.
+    """
+    check_is_list(tables, f"`{name}`")
+    if len(tables) not in (0, len(forms)):
+        raise ValueError(f"`{name}` must be () or one array for each of the {len(forms)} {of}s, got {len(tables)}.")
+    for i in _first_of_each_form(tables, forms[: len(tables)]):
+        _check_array(tables[i], f"`{name}[{i}]`")
+        rest = np.shape(tables[i])[forms.shape[1] :] if rest is None else rest
+        _check_numbers(tables[i], (*forms[i].tolist(), *rest), f"`{name}[{i}]`")
+        if np.isinf(tables[i]).any():
+            raise ValueError(f"`{name}[{i}]` must be finite; what must not be chosen has an infinite `{of}_cost`.")
+    return rest
+
+
+def _check_groups(quantity: Quantity, field: str, name: str) -> None:
+    number = checked_number(f"{name.rpartition('.')[0]}.num_groups", quantity.num_groups, Count)
+    groups, count = getattr(quantity, f"{field}_group"), len(getattr(quantity, field))
+    if groups is None or not count:
+        return
+    groups = np.asarray(groups)
+    is_whole = groups.shape == (count,) and np.issubdtype(groups.dtype, np.integer)
+    if not is_whole or groups.min() < 0 or groups.max() >= number:
+        raise ValueError(
+            f"`{name}` must be None or {count} integers from 0 to {number - 1}, below `num_groups`, got {groups!r}."
+        )
+
+
+def _first_of_each_form(arrays: Sequence[np.ndarray], sizes: np.ndarray) -> list[int]:
+    """Returns where each array stands first with the same numbers of strategies: one that is shared is checked once.
+
+    Args:
+      arrays: of nodes, edges or usages.
+      sizes: the numbers of strategies that each array must have, `[len]` or `[len, rank]`.
+    """
+    if not len(arrays):
+        return []
+    forms = np.column_stack([distinct_arrays(arrays)[1], sizes])
+    return np.sort(np.unique(forms, axis=0, return_index=True)[1]).tolist()
 
 
 def check_is_list(arrays: Sequence[np.ndarray], name: str) -> None:

@@ -196,7 +196,11 @@ def seconds_of(amounts: dict[str, jax.Array]) -> jax.Array:
 
 
 def _relaxed_step(amounts: dict[str, Any], axis_names: Sequence[str]) -> RelaxedStep:
-    held_s, beside_s, waited_s = (dict(zip(axis_names, amounts[name], strict=True)) for name in (HELD, BESIDE, WAITED))
+    def by_axis(name: str) -> dict[str, jax.Array]:
+        each = jnp.broadcast_to(amounts[name], len(axis_names))  # a step without operations has one sum of nothing
+        return dict(zip(axis_names, each, strict=True))
+
+    held_s, beside_s, waited_s = map(by_axis, (HELD, BESIDE, WAITED))
     return RelaxedStep(amounts[COMPUTE], held_s, beside_s, waited_s, amounts[MEMORY])
 
 

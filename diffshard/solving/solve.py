@@ -22,7 +22,7 @@ from cost.base import Problem, num_strategies
 from cost.evaluation import checked_choice, evaluate
 from cost.quantities import with_weights
 from cost.real_numbers import AmountOrInf, Limit, checked_number, real_number, whole_number
-from cost.validation import validate, with_finite_loads
+from cost.validation import validate, validate_quantities, with_finite_loads
 from diffshard.base import OPTIMAL_GAP, Deadline, Progress, Solution, Solver
 from diffshard.public_names import did_you_mean
 from diffshard.solving import solvers
@@ -168,8 +168,9 @@ def solve(
     if time_limit_s is not None and reduce is presolve:
         reduce = functools.partial(presolve, deadline=begin_s + time_limit_s + _PRESOLVE_GRACE_S)
     key = key if isinstance(key, jax.Array) else jax.random.key(int(key or 0))
-    if not isinstance(problem, Problem) or not is_node_form(problem):
+    if objective is not None or not isinstance(problem, Problem) or not is_node_form(problem):
         validate(problem)
+        _check_objective(objective, problem)
         if len(problem.edge_load) and not has_few_pairs(problem):
             problem, objective = split_loads(with_finite_loads(problem), objective)
     own: dict[str, Any] = {"solver": solver, "key": key, "reduce": reduce, "tied": tied, "stop_gap": stop_gap}
@@ -208,7 +209,6 @@ def _solve_objective(
         if progress is not None:
             progress(deadline.elapsed_s, cost, lower_bound)
 
-    validate(problem)
     priced = PricedObjective(objective, problem)
     choice, is_stopped = None if start is None else checked_choice(problem, start, "start"), False
     bound, bounded = -math.inf, None
@@ -220,6 +220,7 @@ def _solve_objective(
         choice, is_stopped = np.array(first.choice), first.status == "interrupted"
         bound = bounded.constant + first.lower_bound
         if not first.feasible:  # what the tangent says is not yet what the objective does
+            priced.check_size(priced.amounts(choice))
             cost = evaluate(problem, choice).cost + float(priced.prices(priced.amounts(choice)[None])[0])
             return first._replace(cost=cost, lower_bound=bound, history=())
     found = minimise(
@@ -247,6 +248,17 @@ def _smoothed_tangent(priced: PricedObjective, problem: Problem) -> Affine:
     tangents = [priced.tangent_below(priced.amounts(choice)).affine for choice in choices]
     constants, gradients = zip(*tangents, strict=True)
     return Affine(float(np.mean(constants)), np.mean(gradients, axis=0))
+
+
+def _check_objective(objective: Objective | None, problem: Problem) -> None:
+    if objective is None:
+        return
+    if not isinstance(objective, Objective):
+        raise TypeError(
+            "`objective` of `solve` must be a `diffshard.objectives.Objective(function, quantities)`, not "
+            f"{'a function' if callable(objective) else repr(objective)}."
+        )
+    validate_quantities(objective.quantities, problem, f"{objective.name}.quantities")
 
 
 def _check_tied(problem: Problem, tied: np.ndarray) -> None:

@@ -6,6 +6,7 @@ import pytest
 from cost.base import Problem
 from cost.evaluation import Evaluator, evaluate
 from cost.quantities import LiveMemory, Quantity, amounts_of, with_weights
+from cost.validation import validate_quantities
 
 EDGES = np.array([[0, 1], [1, 2], [2, 0]])
 NODE = [np.array([1.0, 2.0]), np.array([10.0, 20.0, 30.0]), np.array([100.0, 200.0])]
@@ -70,3 +71,54 @@ def test_equal_layers_go_on_to_share_their_arrays():
     assert found.edge_cost[0] is found.edge_cost[1] is not found.edge_cost[2]
     other = with_weights(shared, {"one": quantity}, {"one": np.array([1.0, 1.0])})
     assert len({id(cost) for cost in other.node_cost}) == 1
+
+
+@pytest.mark.parametrize(
+    "quantity",
+    [
+        Quantity(NODE, EDGE, np.array([0, 1, 1]), np.array([2, 0, 2]), 3),
+        Quantity([np.stack([cost, -cost], 1) for cost in NODE]),
+        Quantity((), EDGE),
+        Quantity(),
+        LiveMemory(FREE),
+    ],
+)
+def test_quantities_that_keep_the_rules_are_taken(quantity):
+    validate_quantities({"busy": quantity}, FREE, "q")
+
+
+@pytest.mark.parametrize("quantity", [NODE, None, LiveMemory(None)])  # pyright: ignore[reportArgumentType]
+def test_what_is_no_quantity_is_refused_by_name(quantity):
+    with pytest.raises(TypeError, match=r"`q\['busy'\]` must be a Quantity\(node, edge\) or a LiveMemory"):
+        validate_quantities({"busy": quantity}, FREE, "q")
+
+
+@pytest.mark.parametrize("quantities", [[Quantity(NODE)], None, {}])
+def test_quantities_are_a_dict_of_one_or_more(quantities):
+    with pytest.raises(TypeError, match="`q` must be a dict of one Quantity or more by their names, not "):
+        validate_quantities(quantities, FREE, "q")
+
+
+@pytest.mark.parametrize(
+    ("quantity", "message"),
+    [
+        (Quantity(None), r"\.node` must be a list of NumPy arrays, got NoneType"),  # pyright: ignore[reportArgumentType]
+        (Quantity(NODE[:2]), r"\.node` must be \(\) or one array for each of the 3 nodes, got 2"),
+        (Quantity((), EDGE[:2]), r"\.edge` must be \(\) or one array for each of the 3 edges, got 2"),
+        (Quantity([NODE[1], *NODE[1:]]), r"\.node\[0\]` must have shape \(2,\), got \(3,\)"),
+        (Quantity((), [EDGE[0].T, *EDGE[1:]]), r"\.edge\[0\]` must have shape \(2, 3\), got \(3, 2\)"),
+        (Quantity([np.ones((2, 2)), np.ones((3, 3)), np.ones((2, 2))]), r"\.node\[1\]` must have shape \(3, 2\)"),
+        (Quantity(NODE, [np.stack([m, m], 2) for m in EDGE]), r"\.edge\[0\]` must have shape \(2, 3\), got \(2, 3, 2"),
+        (Quantity([np.array(["a", "b"]), *NODE[1:]]), r"\.node\[0\]` must hold real numbers, got <U1"),
+        (Quantity([NODE[0].tolist(), *NODE[1:]]), r"\.node\[0\]` must be a NumPy array, got list; wrap it"),
+        (Quantity([np.array([np.nan, 1.0]), *NODE[1:]]), r"\.node\[0\]` must not hold NaN"),
+        (Quantity([np.array([np.inf, 1.0]), *NODE[1:]]), r"\.node\[0\]` must be finite; .* an infinite `node_cost`"),
+        (Quantity(NODE, (), np.array([0, 1, 5]), None, 2), r"\.node_group` must be None or 3 integers from 0 to 1"),
+        (Quantity(NODE, (), np.array([0, 1]), None, 2), r"\.node_group` must be None or 3 integers from 0 to 1"),
+        (Quantity((), EDGE, None, np.zeros(3), 2), r"\.edge_group` must be None or 3 integers.*got array\(\[0\., 0"),
+        (Quantity(NODE, num_groups=0), r"\.num_groups` must be a whole number, 1 or more, not 0"),
+    ],
+)
+def test_a_quantity_that_breaks_a_rule_is_named_with_its_field_and_place(quantity, message):
+    with pytest.raises(ValueError, match=rf"`q\['busy'\]{message}"):
+        validate_quantities({"busy": quantity}, FREE, "q")

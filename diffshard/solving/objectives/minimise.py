@@ -213,7 +213,8 @@ def minimise(
       convex and has no `convex_below`.
 
     Raises:
-      TypeError, ValueError: the objective is no scalar, not finite, or has no gradient; the start is not feasible.
+      TypeError, ValueError: the objective is no scalar, not finite, 1e18 or more, or has no gradient; the start is not
+        feasible.
     """
     priced = PricedObjective(objective, problem)
     if most_problems is None:
@@ -221,12 +222,15 @@ def minimise(
     search = _Search(problem, priced, solve, is_over, tell, stop_gap, most_problems, Tangents(priced.tangent_below))
     search.lower_bound = lower_bound
     search.tangents.known += [] if bounded is None else [bounded]
-    if search.add(np.asarray(start, np.int64)) is None:
+    start = np.asarray(start, np.int64)
+    priced.check_size(priced.amounts(start))
+    if search.add(start) is None:
         raise ValueError("`start` must be a feasible choice of `problem`.")
     if not is_over():
         search.add_descended([search.best_choice])
     status = _run(search, bounded)
-    _check_gradient(priced, search.amounts)
+    if len(start):
+        _check_gradient(priced, search.amounts)
     bound = search.lower_bound if search.tangents.is_convex else -math.inf
     gap = (search.best_price - bound) / abs(search.best_price) if search.best_price else 0.0
     return Solution(

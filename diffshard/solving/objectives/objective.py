@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cost.base import Problem, load_groups
+from cost.base import FORBIDDEN, Problem, load_groups
 from cost.quantities import Quantities, Quantity, amounts_of
 
 CostFunction = Callable[[dict[str, jax.Array]], jax.Array]
@@ -21,7 +21,7 @@ class Objective(NamedTuple):
 
     Attributes:
       function: takes the amounts of a choice or of a mixture by the names of `quantities`, float64 arrays of their
-        shapes, and returns a scalar. JAX differentiates it.
+        shapes, and returns a scalar below 1e18. JAX differentiates it.
       quantities: what the function reads.
       convex_below: a convex function that is nowhere above `function`, from which the lower bound is taken; None where
         `function` is convex itself. A sum of maxima of sums with weights that are not negative is convex.
@@ -110,6 +110,15 @@ class PricedObjective:
           ValueError: it is not finite.
         """
         return self.tangent(amounts).value
+
+    def check_size(self, amounts: np.ndarray) -> None:
+        """Raises `ValueError` where the objective at amounts `[N]` is no cost: tangents would forbid everything."""
+        value = self.price(amounts)
+        if abs(value) >= FORBIDDEN:
+            raise ValueError(
+                f"`{self.objective.name}` is {value:.2g} at the first plan; it must stay between -1e18 and 1e18: "
+                "divide it by a number."
+            )
 
     def prices(self, amounts: np.ndarray) -> np.ndarray:
         """Returns the objective at many amounts `[K, N]`, `[K]`; what is not finite there is infinite."""

@@ -107,6 +107,9 @@ def test_a_start_is_where_an_objective_begins_and_not_the_answer():
             "`objective` reads 'z'; seconds on links are by the axes of the mesh, 'x', 'y'",
         ),
         (lambda step: step.link_s["xx"], ValueError, r"the axes of the mesh, 'x', 'y'. Did you mean 'x'\?"),
+        (lambda step: 1e30 * step.seconds, ValueError, r"`objective` is 9.1e\+25 at the first plan; .* divide it by a"),
+        (lambda step: 1e300 * step.seconds, ValueError, r"at the first plan; it must stay between -1e18 and 1e18"),
+        (lambda step: step.peak_bytes**4, ValueError, r"`objective` is 1.4e\+19 at the first plan"),
         (lambda step: step.joules, AttributeError, r"`objective` reads 'joules' of a step, which has .*seconds"),
         (lambda step: step.secs, AttributeError, r"`objective` reads 'secs' of a step, .* Did you mean 'seconds'\?"),
     ],
@@ -114,6 +117,12 @@ def test_a_start_is_where_an_objective_begins_and_not_the_answer():
 def test_objectives_that_cannot_be_minimised_are_refused(objective, error, words):
     with pytest.raises(error, match=words):
         planned(objective)
+
+
+@pytest.mark.parametrize("objective", [lambda step: step.seconds + step.link_s["x"], lambda step: step.peak_bytes])
+def test_a_step_without_operations_has_an_objective_of_nothing(objective):
+    plan = diffshard.search(lambda: (), MESH, hardware=HARDWARE, objective=objective).plan()
+    assert (searched(plan).value, searched(plan).lower_bound) == (0.0, 0.0)
 
 
 def test_a_plan_with_an_objective_above_its_bound_is_damaged(tmp_path):

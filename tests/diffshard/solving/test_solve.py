@@ -5,13 +5,16 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from cost.base import FORBIDDEN, Problem
 from cost.evaluation import evaluate, violations
+from cost.quantities import Quantity
 from diffshard.base import Proposal
 from diffshard.solving.form import identity
+from diffshard.solving.objectives.objective import Objective
 from diffshard.solving.solve import solve, solver_names
 from search_spaces.numbered import NumberedSpace
 from tests.diffshard.solving.random_problems import layered_problem, small_problem
@@ -66,6 +69,32 @@ def test_an_unknown_argument_is_told_all_that_there_are():
         TypeError, match=r"`x` is no argument of solve, whose own are problem, .*objective; .* progress"
     ):
         solve(TWO, x=1)  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize(
+    ("objective", "said"),
+    [
+        (
+            lambda amounts: jnp.zeros(()),
+            r"must be a `diffshard.objectives.Objective\(function, quantities\)`, not a function",
+        ),
+        ("x", r"`objective` of `solve` must be .*, not 'x'"),
+        (
+            Objective(lambda amounts: jnp.zeros(()), {}),
+            r"`objective.quantities` must be a dict of one Quantity or more .*, not {}",
+        ),
+    ],
+)
+def test_an_objective_of_a_problem_has_quantities(objective, said):
+    with pytest.raises(TypeError, match=said):
+        solve(TWO, objective=objective)
+
+
+@pytest.mark.parametrize("factor", [1e20, 1e300])
+def test_an_objective_as_large_as_what_is_forbidden_is_told_so(factor):
+    large = Objective(lambda amounts: factor * amounts["x"] ** 2, {"x": Quantity(TWO.node_cost)})
+    with pytest.raises(ValueError, match=r"`objective` is .* at the first plan; it must stay between -1e18 and 1e18"):
+        solve(TWO, objective=large)
 
 
 def test_the_start_of_a_problem_with_amounts_is_named():
