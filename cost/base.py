@@ -186,6 +186,7 @@ class Link:
 
     Raises:
       ValueError: a number is NaN, negative or above `LARGEST_S`; a kind is unknown or has no line.
+      TypeError: `by_kind` is no dict.
     """
 
     latency_s: float
@@ -196,10 +197,11 @@ class Link:
     def __post_init__(self):
         checked_number("Link.num_hosts", self.num_hosts, Count)
         _check_line("Link", Line(self.latency_s, self.s_per_byte))
+        _check_mapping("Link.by_kind", self.by_kind, "kinds of collectives to tuples of Line")
         for kind, lines in self.by_kind.items():
             if kind not in COLLECTIVE_KINDS:
                 raise ValueError(f"`Link.by_kind` must have keys of {COLLECTIVE_KINDS}, not {kind!r}.")
-            if not lines or not all(isinstance(line, Line) for line in lines):
+            if not isinstance(lines, tuple | list) or not lines or not all(isinstance(line, Line) for line in lines):
                 raise ValueError(f"`Link.by_kind[{kind!r}]` must be a tuple of one Line or more, not {lines!r}.")
             for line in lines:
                 _check_line(f"Link.by_kind[{kind!r}]", line)
@@ -236,7 +238,7 @@ class Hardware:
 
     Raises:
       ValueError: a number is beyond its bounds, or `flops_per_s` names no dtype.
-      TypeError: a link is not a `Link`.
+      TypeError: a link is not a `Link`, or `links` is no dict.
     """
 
     name: str
@@ -270,6 +272,7 @@ class Hardware:
         checked_number("Hardware.kernel_launch_s", self.kernel_launch_s, _SECONDS)
         if self.host_memory_bytes_per_s is not None:
             checked_number("Hardware.host_memory_bytes_per_s", self.host_memory_bytes_per_s, _RATE)
+        _check_mapping("Hardware.links", self.links, "axes of the mesh to Link(latency_s, s_per_byte)")
         for axis, link in self.links.items():
             if not isinstance(link, Link):
                 raise TypeError(f"`Hardware.links[{axis!r}]` must be a Link(latency_s, s_per_byte), not {link!r}.")
@@ -324,6 +327,11 @@ class Hardware:
                 return float(min(wide_enough)[1])
         _, width, rate = max(rates, key=lambda entry: entry[1])
         return float(rate) * width / bits
+
+
+def _check_mapping(name: str, value: Any, of: str) -> None:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"`{name}` must be a dict from {of}, not {value!r}.")
 
 
 def _check_line(name: str, line: Line) -> None:

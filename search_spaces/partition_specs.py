@@ -100,7 +100,7 @@ def checked_axes_of(spec: PartitionSpec, rank: int, axis_names: Sequence[str], n
     axes_in_use = [axis for axes in dimensions for axis in axes or ()]
     for axis in axes_in_use:
         if axis not in axis_names:
-            raise ValueError(f"The spec of {name} has an axis {axis!r}; the mesh's axes are {tuple(axis_names)}.")
+            raise ValueError(f"The spec of {name} has an axis {axis!r}; use axes of the mesh: {tuple(axis_names)}.")
         if axes_in_use.count(axis) > 1:
             raise ValueError(
                 f"The spec of {name} is {spec}; an axis can split one dimension only, {axis!r} splits two."

@@ -24,6 +24,7 @@ import numpy as np
 
 from cost.base import Problem
 from cost.evaluation import checked_choice, chosen_costs, exact_sum
+from cost.validation import is_real
 from search_spaces.base import Part
 
 
@@ -237,10 +238,10 @@ def _checked_transfer(transfer: np.ndarray | Sequence) -> np.ndarray:
 
 
 def _checked_numbers(numbers: np.ndarray | Sequence | float, name: str) -> np.ndarray:
-    numbers = np.asarray(numbers, float)
-    if np.isnan(numbers).any() or (numbers < 0).any():
-        raise ValueError(f"`{name}` must not be negative or NaN, got {numbers.tolist()}.")
-    return numbers
+    array = np.asarray(numbers)
+    if not is_real(array) or np.isnan(array).any() or (array < 0).any():
+        raise ValueError(f"`{name}` must be numbers that are not negative or NaN, got {array.tolist()}.")
+    return array.astype(float)
 
 
 EXAMPLE = partial(PlacementSpace, (3, 3, 3, 2, 4, 4), ((0, 2, 4), (2, 0, 3), (4, 3, 0)))

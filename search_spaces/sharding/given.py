@@ -125,7 +125,7 @@ def check_open_prefix(in_shardings: Any, axis_names: Sequence[str], why: str) ->
 def _entries(in_shardings: Any, kinds: str) -> Iterator[tuple[str, PartitionSpec | NamedSharding]]:
     """Yields the entries that are given, with their names for errors."""
     for path, leaf in jax.tree.leaves_with_path(in_shardings, is_leaf=_is_spec):
-        name = f"`in_shardings`{jax.tree_util.keystr(path)}"
+        name = f"`in_shardings{jax.tree_util.keystr(path)}`"
         if not _is_spec(leaf):
             raise TypeError(f"{name} must be {kinds}, not {leaf!r}.")
         if leaf is not None:

@@ -50,6 +50,7 @@ def test_link_costs_must_be_finite_and_not_negative(field, value):
         ({"gather": (Line(1.0, 1.0),)}, "must have keys of .*, not 'gather'"),
         ({"all_gather": ()}, "must be a tuple of one Line or more, not "),
         ({"all_gather": ((1.0, 1.0),)}, "must be a tuple of one Line or more, not "),
+        ({"all_gather": 3.0}, "must be a tuple of one Line or more, not 3.0"),
     ],
 )
 def test_links_have_lines_for_known_kinds(by_kind, message):
@@ -100,6 +101,13 @@ def test_links_are_links_and_a_missing_one_is_named():
         hardware(links={"data": 1e-9})
     with pytest.raises(ValueError, match="no link for the mesh axis 'model'; it has \\('data',\\)"):
         hardware().link("model")
+
+
+def test_links_and_kinds_are_dicts():
+    with pytest.raises(TypeError, match=r"`Hardware\.links` must be a dict from axes of the mesh to Link.*, not \[1\]"):
+        hardware(links=[1])
+    with pytest.raises(TypeError, match=r"`Link\.by_kind` must be a dict from kinds .* to tuples of Line, not \[1\]"):
+        Link(0.0, 0.0, [1])  # pyright: ignore[reportArgumentType]
 
 
 def test_free_memory_traffic_and_free_latency_are_allowed():
@@ -290,7 +298,7 @@ def test_processes_share_a_processor_each():
     assert (result.link("data").num_hosts, result.link("model").num_hosts) == (2, 1)
 
 
-@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
+@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan"), "a", None])
 def test_the_exposed_share_is_a_share(share):
     with pytest.raises(ValueError, match="exposed_share` must be a share from 0 to 1"):
         Hardware("h", 1.0, 1.0, 1.0, {}, exposed_share=share)

@@ -46,7 +46,7 @@ def test_names_and_indices_of_axes_are_two_spellings():
     ("spec", "message"),
     [
         (PartitionSpec("data", None, None), r"`x` is .* with 3 dimensions, but the array has 2"),
-        (PartitionSpec("rows"), r"`x` has an axis 'rows'; the mesh's axes are \('data', 'model'\)"),
+        (PartitionSpec("rows"), r"`x` has an axis 'rows'; use axes of the mesh: \('data', 'model'\)"),
         (PartitionSpec("data", ("model", "data")), r"`x` is .* 'data' splits two"),
     ],
 )

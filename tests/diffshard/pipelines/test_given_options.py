@@ -57,7 +57,7 @@ def test_meshes_that_cannot_divide_an_argument_as_given_are_not_taken():
 @pytest.mark.parametrize(
     ("in_shardings", "message"),
     [
-        (PartitionSpec("model"), "`in_shardings` has an axis 'model'; the mesh's axes are \\('x', 'y'\\)"),
+        (PartitionSpec("model"), "`in_shardings` has an axis 'model'; use axes of the mesh: \\('x', 'y'\\)"),
         (lambda: NamedSharding(jax.make_mesh((8,), ("x",)), X), "`in_shardings` is on the mesh .* `pipeline` chooses"),
         ((None,), "`in_shardings` must be a tuple with an entry for each of the 2 positional arguments"),
     ],

@@ -292,7 +292,7 @@ def test_an_error_of_one_process_while_tracing_ends_the_others(results: list[dic
         ("hardware", 1, "ValueError: `hardware` 'nope' is unknown"),
         ("solver", 0, "ValueError: `solver` must be"),
         ("mesh", 1, "TypeError: Give `mesh` or `devices`, not neither"),
-        ("sharding", 1, "ValueError: The spec of `in_shardings`[1] has an axis 'nope'"),
+        ("sharding", 1, "ValueError: The spec of `in_shardings[1]` has an axis 'nope'"),
         ("names", 1, "ValueError: `names` must be some of"),
         ("directory", 1, "ValueError: `directory` is empty"),
         ("arguments", 1, "TypeError: "),

@@ -212,12 +212,12 @@ UNLIKE = diffshard.Cluster([diffshard.Hosts(1, 8, "a100"), diffshard.Hosts(1, 8,
         (
             {"devices": CLUSTER, "in_shardings": (None, PartitionSpec("data"))},
             ValueError,
-            "`in_shardings`.* an axis 'data'.* `devices` leaves the mesh open: its axes are named by levels",
+            "`in_shardings.*` has an axis 'data'.* `devices` leaves the mesh open: its axes are named by levels",
         ),
         (
             {"devices": CLUSTER, "in_shardings": NamedSharding(jax.make_mesh((8,), ("local",)), PartitionSpec())},
             ValueError,
-            "`in_shardings` is on the mesh .* but `devices` leaves the mesh open",
+            "`in_shardings.*` is on the mesh .* but `devices` leaves the mesh open",
         ),
         (
             {"devices": CLUSTER, "logical_axis_rules": (("embed", "data"),)},
