@@ -3,9 +3,17 @@
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from search_spaces.numbered import NumberedSpace
 from tests.diffshard.bilevel_search.perturbed import Perturbed
+
+
+class ForbidsEverything(Perturbed):
+    """A space of which no choice is feasible."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments, load=[np.full((n, 1), np.inf) for n in (3, 2)])
 
 
 class PredictsNothing(Perturbed):

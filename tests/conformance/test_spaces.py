@@ -21,6 +21,7 @@ from search_spaces.base import Part
 from tests.conformance.discovery import examples
 from tests.conformance.faulty_spaces import (
     DecodesTheExactChoice,
+    ForbidsEverything,
     HasOneMore,
     LosesResiduals,
     PredictsForTheExactChoice,
@@ -69,6 +70,7 @@ def test_the_problem_keeps_the_rules_and_is_built_once(space: Any):
     validate(space.problem)
     assert space.problem is space.problem, "`problem` is built again each time; make it a `cached_property`"
     assert num_strategies(space.problem).max() > 1, "an example must leave something to choose"
+    assert solve(space.problem, time_limit_s=2.0).feasible, "an example must have a choice that is feasible"
 
 
 def test_every_node_and_strategy_has_a_name(space: Any):
@@ -250,6 +252,7 @@ def test_gradients_are_those_of_the_exact_loss(lossy: Any):
 
 
 _FAULTS = [
+    (ForbidsEverything, test_the_problem_keeps_the_rules_and_is_built_once),
     (PredictsNothing, test_the_exact_choice_increases_no_loss_and_others_do),
     (PredictsForTheExactChoice, test_the_exact_choice_increases_no_loss_and_others_do),
     (PredictsInReverse, test_predicted_increases_rank_what_strategies_do_to_the_loss),
