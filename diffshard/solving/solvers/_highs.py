@@ -18,7 +18,7 @@ import numpy as np
 def main() -> None:
     """Solves the programmes on stdin."""
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints must not mix with the answers
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # HiGHS prints who made it before any option can forbid it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one answers Ctrl-C
     parent = os.getppid()
     while True:

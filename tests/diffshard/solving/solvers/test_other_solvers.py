@@ -71,6 +71,11 @@ def test_exact_proves_its_optimum_where_no_first_choice_is_feasible(seed):
     assert best * (1 - OPTIMAL_GAP) <= solution.lower_bound <= best
 
 
+def test_exact_prints_nothing(capfd):
+    assert solve(small_problem(0), solver="exact", reduce=identity).status == "optimal"
+    assert "HiGHS" not in "".join(capfd.readouterr())
+
+
 def test_exact_has_a_true_bound_where_the_largest_load_is_thousands_of_units():
     """What HiGHS's reduced cost of the largest load may be off counts as often as the load is large."""
     with command.outcomes("no-greedy") as outcome:
