@@ -1,10 +1,11 @@
 """Arrays that nodes and edges may share: equal layers have one object, and matrices of the same two nodes are one."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 import numpy as np
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -29,6 +30,18 @@ def map_distinct(operation: Callable[[np.ndarray], T], arrays: Sequence[np.ndarr
     distinct, which = distinct_arrays(arrays)
     results = [operation(array) for array in distinct]
     return [results[i] for i in which.tolist()]
+
+
+def map_by_key(operation: Callable[[S], T], items: Iterable[S], key: Callable[[S], Hashable]) -> list[T]:
+    """Returns the operation's result for each item; items of equal keys have one result, computed once."""
+    results: dict[Hashable, T] = {}
+    mapped = []
+    for item in items:
+        name = key(item)
+        if name not in results:
+            results[name] = operation(item)
+        mapped.append(results[name])
+    return mapped
 
 
 def merge_edges(

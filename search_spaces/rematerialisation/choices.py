@@ -307,18 +307,11 @@ def relaxed_problem(space: ShardingSpace, passes: Sequence[Passes], network: Net
         kernels.reads[vertex][operand] = kernels.copies[vertex][operand] = 0.0
     shares = CollectiveShares(space.graph, space.hardware.exposed_share)
     costs = NodeCosts(space.axis_sizes, space.hardware, space.reshard_costs, shares, kernels, space.forms)
-    own_s = space.problem.node_cost
     edges = [edge for edge in space.edges if (edge.reader, edge.operand) not in taken]
     matrices = transfer_matrices(edges, space.nodes, EdgeCosts(space.reshard_costs, shares))
     usages = space.usages_with(_shorter(lifetimes_of(cut, rules, space.donated), space.graph, passes, network))
-    return space.problem._replace(
-        node_cost=[np.minimum(a, b) for a, b in zip(own_s, costs.all_s(space.nodes), strict=True)],
-        edge_nodes=np.array(list(matrices), int).reshape(-1, 2),
-        edge_cost=list(matrices.values()),
-        usage_node=np.array(usages.node, int),
-        usage=usages.num_bytes,
-        usage_interval=np.array(usages.interval, int).reshape(-1, 2),
-    )
+    node_cost = list(map(np.minimum, space.problem.node_cost, costs.all_s(space.nodes)))
+    return space.problem_with(node_cost, matrices, usages)
 
 
 def _taken(graph: Graph, passes: Sequence[Passes], network: Network) -> frozenset[tuple[int, int]]:

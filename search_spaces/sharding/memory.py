@@ -132,9 +132,9 @@ def usages_of(
     lifetimes: Lifetimes,
     axis_sizes: tuple[int, ...],
     held: HeldPositions,
-    residuals: Mapping[int, Residual] | None = None,
-    residual_bytes: Mapping[int, Sequence[float]] | None = None,
-    host_arrays: Sequence[HostArray] = (),
+    residuals: Mapping[int, Residual],
+    residual_bytes: Mapping[int, Sequence[float]],
+    host_arrays: Sequence[HostArray],
 ) -> Usages:
     """Lists the memory that each node's strategies use: a value belongs to its shared reshard, else to its vertex.
 
@@ -161,7 +161,7 @@ def usages_of(
         usages.value.append(value.id)
         usages.is_copy.append(is_copy)
 
-    for vertex, num_bytes in (residual_bytes or {}).items():
+    for vertex, num_bytes in residual_bytes.items():
         add(vertex, graph.vertices[vertex].results[0], num_bytes, 0, graph.length + 2, is_copy=True)
     interval = _add_state(add, graph, nodes, lifetimes, axis_sizes, host_arrays)
     for value in graph.values:
@@ -185,7 +185,7 @@ def usages_of(
             sizes = [local_bytes(value, s.results[0], axis_sizes) for s in strategies]
             add(node, value, np.multiply(sizes, _kept_shares(value, strategies)).tolist(), start, end, is_copy=False)
             if any(s.kept_in for s in strategies):
-                residual = (residuals or {})[value.id]
+                residual = residuals[value.id]
                 numbers = [size if s.kept_in else 0.0 for size, s in zip(sizes, strategies, strict=True)]
                 add(node, value, numbers, start, residual.last_forward + 2, is_copy=True)
                 add(node, value, numbers, residual.first_late + 1, end, is_copy=True)

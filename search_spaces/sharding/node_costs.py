@@ -10,6 +10,7 @@ import numpy as np
 
 from cost.base import AttentionWork, Hardware, Work
 from cost.compute import equation_dtype, equation_flops, product_s, roofline_s, work_s
+from cost.edges import map_by_key
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Coded, FormatKey, Layout, Node, ShardingStrategy, coded_by
 from search_spaces.sharding.coded_sums import finished_steps
@@ -99,14 +100,7 @@ class NodeCosts:
 
     def all_s(self, nodes: Sequence[Node]) -> list[np.ndarray]:
         """Returns the node costs, computed once for all nodes that agree in what they depend on."""
-        cost_of_key: dict[Hashable, np.ndarray] = {}
-        node_costs_s = []
-        for node in nodes:
-            key = self.key(node), tuple(self._priced.get(node.vertex.index, ()))
-            if key not in cost_of_key:
-                cost_of_key[key] = self.node_s(node)
-            node_costs_s.append(cost_of_key[key])
-        return node_costs_s
+        return map_by_key(self.node_s, nodes, lambda n: (self.key(n), tuple(self._priced.get(n.vertex.index, ()))))
 
     def key(self, node: Node) -> Hashable:
         """Returns what a node's seconds depend on besides its prices."""

@@ -35,7 +35,7 @@ def nodes_of(
     given: Mapping[int, GivenSpec],
     reshard_costs: ReshardCosts,
     as_program: bool,
-    axes_to_split: Mapping[int, frozenset[int]] | None = None,
+    axes_to_split: Mapping[int, frozenset[int]],
 ) -> list[Node]:
     """Returns one node for each vertex, in order, then the shared reshards; equal ones share their strategies.
 
@@ -50,7 +50,6 @@ def nodes_of(
       axes_to_split: mesh axes over which inputs have to be split, by flat argument; those that no spec splits over all
         of them are free.
     """
-    axes_to_split = axes_to_split or {}
     axis_names, axis_sizes = reshard_costs.axis_names, reshard_costs.axis_sizes
     is_shared = [len(readers) > 1 for readers in readers_of(graph)]
     fixed_axes = axes_with_meaning(graph, given, axis_names, axis_sizes)
@@ -164,7 +163,7 @@ class _StrategiesOnMesh:
         rule: Rule | None,
         given: GivenSpec | None,
         is_copied: bool,
-        split_axes: frozenset[int] = frozenset(),
+        split_axes: frozenset[int],
     ) -> tuple[ShardingStrategy, ...]:
         """Returns what a vertex may choose from.
 

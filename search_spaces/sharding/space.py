@@ -39,6 +39,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.base import Hardware, Link, Problem
+from cost.edges import map_by_key
 from cost.evaluation import checked_choice
 from cost.quantities import Quantities
 from search_spaces.base import Part
@@ -340,7 +341,7 @@ class ShardingSpace:
         held = held_positions(self.graph, self.axis_sizes, self.hardware, self.reshard_costs.path)
         codes = [key for key in self.format_price_s if isinstance(key, Coded)]
         has_kept = any(key.kind == "kept" for key in codes)
-        residuals = Residuals(self.graph, lifetimes, self.shared_reshards.keys()).of_value if has_kept else None
+        residuals = Residuals(self.graph, lifetimes, self.shared_reshards.keys()).of_value if has_kept else {}
         with_feedback = {key.vertex for key in codes if has_feedback(key.format)}
         residual_bytes = bytes_of_strategies(
             self.reshard_costs.path, [self.nodes[vertex] for vertex in sorted(with_feedback)], any(self.donated)
@@ -373,12 +374,8 @@ class ShardingSpace:
     @cached_property
     def least_compute_s(self) -> float:
         """Seconds of arithmetic and memory traffic that each choice takes at least, whatever its memory."""
-        of_key: dict[Hashable, float] = {}
-        keys = [self.node_costs.key(node) for node in self.nodes if node.shared_value is None]
-        for key, node in zip(keys, self.nodes, strict=False):
-            if key not in of_key:
-                of_key[key] = float(np.min(self.node_costs.compute_s(node.vertex, node.strategies)))
-        return sum(of_key[key] for key in keys)
+        costs, nodes = self.node_costs, (node for node in self.nodes if node.shared_value is None)
+        return sum(map_by_key(lambda n: float(np.min(costs.compute_s(n.vertex, n.strategies))), nodes, costs.key))
 
     @property
     def most_preference_s(self) -> float:
@@ -414,14 +411,19 @@ class ShardingSpace:
     @cached_property
     def problem(self) -> Problem:
         """The space as a problem in seconds and bytes, built once."""
-        matrices = self._transfer_matrices
+        return self.problem_with(self.node_costs.all_s(self.nodes), self._transfer_matrices, self.usages)
+
+    def problem_with(
+        self, node_cost: list[np.ndarray], matrices: Mapping[tuple[int, int], np.ndarray], usages: Usages
+    ) -> Problem:
+        """Returns a problem of the space's strategies with other costs and usages."""
         return Problem(
-            node_cost=self.node_costs.all_s(self.nodes),
+            node_cost=node_cost,
             edge_nodes=np.array(list(matrices), int).reshape(-1, 2),
             edge_cost=list(matrices.values()),
-            usage_node=np.array(self.usages.node, int),
-            usage=self.usages.num_bytes,
-            usage_interval=np.array(self.usages.interval, int).reshape(-1, 2),
+            usage_node=np.array(usages.node, int),
+            usage=usages.num_bytes,
+            usage_interval=np.array(usages.interval, int).reshape(-1, 2),
             memory_limit=self.memory_limit_bytes,
         )
 

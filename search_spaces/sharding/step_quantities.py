@@ -4,14 +4,14 @@ The problem of a space has one sum of them, in which collectives that can overla
 share. Here they are apart, so that an objective combines them as it likes.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from cost.base import Problem
-from cost.edges import map_distinct, merge_edges
+from cost.edges import map_by_key, map_distinct, merge_edges
 from cost.quantities import LiveMemory, Quantities, Quantity, with_weights
 from search_spaces.sharding.base import Edge, Layout, Node
 from search_spaces.sharding.coded_sums import finished_steps
@@ -100,13 +100,7 @@ def _preference_s(node: Node, node_costs: NodeCosts) -> np.ndarray:
 
 def _of_nodes(nodes: Sequence[Node], node_costs: NodeCosts) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Returns the seconds of arithmetic `[S_v]`, and of what nodes send `[S_v, held beside waited, A]`."""
-    of_key: dict[Hashable, tuple[np.ndarray, np.ndarray]] = {}
-    pairs = []
-    for node in nodes:
-        key = node_costs.key(node)
-        if key not in of_key:
-            of_key[key] = _of_node(node, node_costs)
-        pairs.append(of_key[key])
+    pairs = map_by_key(lambda node: _of_node(node, node_costs), nodes, node_costs.key)
     return [compute for compute, _ in pairs], [sent for _, sent in pairs]
 
 
@@ -133,16 +127,12 @@ def _of_edges(
     problem: Problem, nodes: Sequence[Node], edges: Sequence[Edge], node_costs: NodeCosts, of_edge: _OfEdge
 ) -> list[np.ndarray]:
     """Returns for each edge of the problem what `of_edge` returns, which is asked once for edges that agree."""
-    of_key: dict[Hashable, np.ndarray] = {}
-
-    def known(edge: Edge) -> np.ndarray:
-        key = edge_key(edge, nodes, node_costs.shares)
-        if key not in of_key:
-            of_key[key] = of_edge(edge, nodes, node_costs)
-        return of_key[key]
-
-    between = ((edge.node, edge.reader, known(edge)) for edge in edges if edge.node != edge.reader)
-    merged = merge_edges(between, turn=lambda array: np.swapaxes(array, 0, 1))
+    between = [edge for edge in edges if edge.node != edge.reader]
+    arrays = map_by_key(
+        lambda edge: of_edge(edge, nodes, node_costs), between, lambda edge: edge_key(edge, nodes, node_costs.shares)
+    )
+    ends = ((edge.node, edge.reader, array) for edge, array in zip(between, arrays, strict=True))
+    merged = merge_edges(ends, turn=lambda array: np.swapaxes(array, 0, 1))
     return [merged[u, v] for u, v in np.asarray(problem.edge_nodes).reshape(-1, 2).tolist()]
 
 

@@ -95,7 +95,7 @@ def test_what_is_built_once_for_equal_layers_is_what_each_needs():
     for node, node_cost in zip(space.nodes, space.problem.node_cost, strict=True):
         assert node_cost.tolist() == space.node_costs.node_s(node).tolist()
     forms = range(len(space.graph.vertices))
-    each_apart = nodes_of(space.graph, space.rules, forms, space.given, space.reshard_costs, as_program=False)
+    each_apart = nodes_of(space.graph, space.rules, forms, space.given, space.reshard_costs, False, {})
     assert [node.strategies for node in space.nodes] == [node.strategies for node in each_apart]
     assert len({id(node.strategies) for node in space.nodes}) < 0.5 * len(space.nodes)
 
