@@ -285,6 +285,11 @@ def _static(name: str, value: Any) -> Static:
     try:
         hash(value)
     except TypeError:
+        if any(_is_array(leaf, is_number_array=False) for leaf in jax.tree.leaves(value)):
+            raise TypeError(
+                f"`{name}` has arrays, which cannot be static: a static argument is a constant. Leave it out of "
+                "`static_argnums` and `static_argnames`."
+            ) from None
         raise TypeError(
             f"`{name}` is static and must be hashable, which {value!r} is not. Give a tuple in place of a list."
         ) from None

@@ -138,6 +138,9 @@ def given_specs(in_shardings: Any, args: Sequence[Any]) -> list[PartitionSpec | 
     Args:
       in_shardings: as in `search`: an entry for each argument, without the static ones.
       args: the arguments without the static ones.
+
+    Raises:
+      ValueError: the entries are not those of the arguments; names the first place that differs.
     """
     if in_shardings is None:
         return [None] * len(jax.tree.leaves(args))
@@ -150,8 +153,32 @@ def given_specs(in_shardings: Any, args: Sequence[Any]) -> list[PartitionSpec | 
         )
     try:
         return broadcast_specs(prefix, tuple(args), _is_spec)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"`in_shardings` is not a prefix of the arguments: {error}") from None
+    except (ValueError, TypeError):
+        path, own, argument = next(_differences(prefix, tuple(args)))
+        raise ValueError(
+            f"`in_shardings`{path} is {own}, where the arguments have {argument}. Give an entry for each part, or one "
+            "PartitionSpec or None for all of them."
+        ) from None
+
+
+def _differences(prefix: Any, tree: Any, path: str = "") -> Iterator[tuple[str, str, str]]:
+    """Yields the places where specs are not a prefix of a tree, with what either has there in words."""
+    if _is_spec(prefix):
+        return
+    (own, own_node), (parts, node) = (
+        jax.tree.flatten_with_path(x, is_leaf=lambda part, x=x: part is not x) for x in (prefix, tree)
+    )
+    if own_node == node:
+        for (key, entry), (_, part) in zip(own, parts, strict=True):
+            yield from _differences(entry, part, path + jax.tree_util.keystr(key))
+    else:
+        yield path, _in_words(prefix, own), _in_words(tree, parts)
+
+
+def _in_words(value: Any, parts: Sequence[tuple[Any, Any]]) -> str:
+    """Returns what a part of a tree is, by the paths of its own parts: `a dict with ['bias'], ['kernel']`."""
+    names = [jax.tree_util.keystr(path) for path, _ in parts]
+    return "one array" if names == [""] else f"a {type(value).__name__} with {', '.join(names) or 'nothing'}"
 
 
 def given_dimensions(

@@ -199,6 +199,8 @@ def test_settings_of_jax_are_part_of_what_is_planned():
 def test_static_arguments_without_a_hash_and_arguments_given_twice_are_refused_by_name():
     with pytest.raises(TypeError, match=r"`n` is static and must be hashable, which \[1\] is not"):
         search(lambda x, n: x, static_argnums=1)(weights(8, 4), [1])
+    with pytest.raises(TypeError, match=r"`n` has arrays, which cannot be static.*Leave it out of `static_argnums`"):
+        search(lambda x, n: x, static_argnums=1)(weights(8, 4), {"w": weights(8, 4)})
     params, x, offset = weights(8, 4), weights(16, 8), jnp.arange(4.0)
     plan = search(keyword_step).plan(params, x, 0.1, offset=offset)
     with pytest.raises(diffshard.PlanError, match="`params` was given by position and by name"):

@@ -1,13 +1,15 @@
 """What is fixed about a sharding: specs as axis indices, and the specs that arrays carry."""
 
+import re
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from search_spaces.sharding.given import carried_spec, dimensions_of, fits, given_dimensions
+from search_spaces.sharding.given import carried_spec, dimensions_of, fits, given_dimensions, given_specs
 
 
 def host_mesh(names=("x", "y"), first=0):
@@ -42,3 +44,18 @@ def test_an_array_carries_its_spec_on_the_mesh_where_it_has_been_put():
     # What JAX has put somewhere by itself it may move, and so may a plan.
     assert carried_spec(SimpleNamespace(sharding=array.sharding, committed=False), mesh) is None
     assert carried_spec(jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=array.sharding), mesh) == spec
+
+
+@pytest.mark.parametrize(
+    ("in_shardings", "path", "own", "there"),
+    [
+        (({"w": P(), "v": P()}, None), "[0]", "a dict with ['v'], ['w']", "a dict with ['b'], ['w']"),
+        (([P(), P()], None), "[0]", "a list with [0], [1]", "a dict with ['b'], ['w']"),
+        (({"b": P(), "w": (P(), None)}, None), "[0]['w']", "a tuple with [0], [1]", "one array"),
+        ((None, (None, ())), "[1][1]", "a tuple with nothing", "a list with [0]"),
+    ],
+)
+def test_entries_that_are_not_those_of_the_arguments_are_named_by_their_place(in_shardings, path, own, there):
+    message = f"`in_shardings`{path} is {own}, where the arguments have {there}. Give an entry for each part"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        given_specs(in_shardings, ({"b": 1.0, "w": 2.0}, (3.0, [4.0])))
