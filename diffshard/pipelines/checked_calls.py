@@ -125,7 +125,7 @@ def flat_steps(
     arrays_of = {name: split(argument) for name, argument in given.items()}
     types = {name: (structure, array_types(arrays)) for name, (arrays, structure) in arrays_of.items()}
     numbers = {name: len(arrays) for name, (arrays, _) in arrays_of.items()}
-    is_replaced = [result is not None for result in step.replaced]
+    is_replaced = [result is not None for result in step.parts.replaced_by]
     del args, kwargs, given, arrays_of
     yield flat
     flat = [None if is_old else array for array, is_old in zip(flat, is_replaced, strict=True)]

@@ -126,18 +126,9 @@ class CutStep:
     cuts: tuple[int, ...]
     segments: Segments
 
-    @property
-    def replaced(self) -> list[int | None]:
-        """For each flat argument of the cut step the flat result that replaces it, or None."""
-        found: list[int | None] = [None] * len(self.call.arrays)
-        for result, argument in enumerate(self.call.feedback):
-            if argument is not None:
-                found[argument] = result
-        return found
-
     def donated(self, flags: Iterable[bool]) -> list[int]:
         """Returns the flat arguments of the cut step that a result replaces, of those of the whole one with a flag."""
-        pairs = zip(self.segments.spread(flags), self.replaced, strict=True)
+        pairs = zip(self.segments.spread(flags), self.parts.replaced_by, strict=True)
         return [i for i, (is_donated, result) in enumerate(pairs) if is_donated and result is not None]
 
     def flat_arguments(self, arrays: Sequence[Any]) -> list[Any]:

@@ -95,26 +95,23 @@ class StagedExecution:
         self._actions.restart()
         return self._arrays(StageRun(self.calls, self._actions, arrays).step(self.graph))
 
-    def steps(
-        self, overlap: Overlap, replaced: Sequence[int | None], steps: Iterable[Sequence[Any]]
-    ) -> Iterator[list[Any]]:
+    def steps(self, overlap: Overlap, steps: Iterable[Sequence[Any]]) -> Iterator[list[Any]]:
         """Runs many steps, and yields the flat results of each when the next one has been started.
 
         Args:
           overlap: how each step overlaps with the next one; see `run_overlapped`.
-          replaced: for each flat argument the flat result that replaces it in the next step, or None.
           steps: the flat arguments of each; those that a result replaces are read of the first step only.
 
         Raises:
           StageError: as a call.
         """
         if overlap != "none":
-            for results in run_overlapped(self.calls, self._actions, overlap, replaced, self._counted(steps)):
+            for results in run_overlapped(self.calls, self._actions, overlap, self._counted(steps)):
                 yield self._arrays(results)
             return
         results = None
         for arrays in steps:
-            given = zip(arrays, replaced, strict=True)
+            given = zip(arrays, self.calls.staged.replaced_by, strict=True)
             old = results
             results = self([x if old is None or result is None else old[result] for x, result in given])
             yield results

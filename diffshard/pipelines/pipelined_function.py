@@ -161,7 +161,7 @@ class PipelinedFunction(Generic[PlanT]):
             execution, found = self.execution(*args, **kwargs), self._prepare(args, kwargs).found
             flat = flat_steps(found.step, args, _sorted(kwargs), batches)
             del first, args, kwargs
-            for results in execution.steps(found.plan.overlap, found.step.replaced, flat):
+            for results in execution.steps(found.plan.overlap, flat):
                 yield found.step.result(results)
             return
 
@@ -182,12 +182,12 @@ class PipelinedFunction(Generic[PlanT]):
             own, args, kwargs = self._bound_to(args, kwargs)
             return own.places(*args, **kwargs)
         execution, step = self.execution(*args, **kwargs), self._prepare(args, kwargs).found.step
-        found = []
+        found, replaced_by = [], step.parts.replaced_by
         for position, segments in zip(step.segments.positions(), step.segments.arguments, strict=True):
             sharding = execution.place(position)
             if segments is not None:  # there is no sharding over the devices of several stages
                 sharding = NamedSharding(sharding.mesh, PartitionSpec())
-            found.append(ArrayPlace(sharding, step.replaced[position] is not None))
+            found.append(ArrayPlace(sharding, replaced_by[position] is not None))
         return found
 
     def _bound_to(

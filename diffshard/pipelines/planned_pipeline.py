@@ -105,7 +105,6 @@ def planned_pipeline(
             options,
             staged,
             i,
-            step.replaced,
             submeshes[stages[i].submesh],
             chosen.in_flight[i],
             is_donated=search.is_donated,
@@ -147,11 +146,11 @@ def planned_pipeline(
     if chosen.schedule == "2bw":
         limits = (memory_limit_of(options, submesh.kind) for submesh in on)
         free = [limit - layout.peak_bytes for limit, layout in zip(limits, layouts, strict=True)]
-        overlap = chosen_overlap(staged, step.replaced, plans.sharding, free, price)
+        overlap = chosen_overlap(staged, plans.sharding, free, price)
     simulation = price(overlap).simulation
     planned = []
     for i, place in enumerate(zip(stages, on, numbers, layouts, strict=True)):
-        more = overlap_bytes(staged, step.replaced, i, overlap, plans.sharding)
+        more = overlap_bytes(staged, i, overlap, plans.sharding)
         more += split_bytes(staged, i, simulation.graph, plans.sharding) if is_split else 0
         layout = replace(layouts[i], peak_bytes=layouts[i].peak_bytes + more)
         own = StagePlace(*place)._replace(layout=layout)

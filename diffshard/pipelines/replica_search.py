@@ -241,10 +241,7 @@ def solve_replica_stage(
     options: PipelineOptions, part: StagedStep, stage: int, submesh: Submesh, in_flight: int, time_limit_s: float
 ) -> StageLayout:
     """Finds how a stage of a replica that keeps no state runs on a submesh of the cluster, in some time."""
-    nothing = [None] * len(part.inputs)
-    variants = StageVariants(
-        options, part, stage, nothing, submesh, in_flight, is_donated=False, time_limit_s=time_limit_s
-    )
+    variants = StageVariants(options, part, stage, submesh, in_flight, is_donated=False, time_limit_s=time_limit_s)
     return variants.chosen(())
 
 

@@ -11,7 +11,7 @@ from cost.clusters import Cluster, Submesh
 from cost.pipeline_schedules import graph_of
 from cost.pipeline_times import StageTimes, balanced_microbatches, joined_graph, simulate
 from diffshard.base import PlanError
-from diffshard.pipelines.cutting import CutStep, UncutStep
+from diffshard.pipelines.cutting import UncutStep
 from diffshard.pipelines.decisions import (
     DAMAGED_DECISIONS,
     ChosenPipeline,
@@ -68,7 +68,7 @@ def planned_replicas(
     """
     size, count, schedule = len(chosen.stages), search.num_microbatches, chosen.schedule
     base, step = search.staged([stage.start for stage in chosen.stages])
-    places = _places(options, search, chosen, base, step, processes)
+    places = _places(options, search, chosen, base, processes)
     steps = []
     for own in places:
         copied = [(i, key) for i, place in enumerate(own) for key in place.layout.copied(base.inputs)]
@@ -115,7 +115,6 @@ def _places(
     search: StepSearch,
     chosen: ChosenReplicas,
     base: StagedStep,
-    step: CutStep,
     processes: Processes,
 ) -> list[list[StagePlace]]:
     """Returns where the stages of each replica run, those of the main one first, with the shardings found for them.
@@ -132,7 +131,7 @@ def _places(
         if r:
             return solve_replica_stage(options, part, i, submesh, in_flight, limit_s)
         variants = StageVariants(
-            options, base, i, step.replaced, submesh, in_flight, is_donated=search.is_donated, time_limit_s=limit_s
+            options, base, i, submesh, in_flight, is_donated=search.is_donated, time_limit_s=limit_s
         )
         return variants.chosen(())
 

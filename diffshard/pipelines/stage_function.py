@@ -10,7 +10,6 @@ reads it: residuals until the backward program ends, arrays that other stages se
 ends, and the next micro-batch's beside them, which may have arrived from both sides.
 """
 
-from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -37,7 +36,6 @@ class StageFunction:
 
     Args:
       in_flight: k, how many micro-batches it keeps at most.
-      replaced: for each flat argument of the step the flat result that replaces it, or None.
 
     Attributes:
       kept, read, received: the keys of the arguments that results replace, of others of the step, and of what other
@@ -50,7 +48,7 @@ class StageFunction:
       totals: the keys of what micro-batches make together, of all stages.
     """
 
-    def __init__(self, staged: StagedStep, stage: int, in_flight: int, replaced: Sequence[int | None]):
+    def __init__(self, staged: StagedStep, stage: int, in_flight: int):
         self.staged, self.stage, self.in_flight = staged, stage, in_flight
         self.programs = {label: p for label, p in staged.programs.items() if label.stage == stage}
         made = {key for program in self.programs.values() for key in program.makes}
@@ -61,7 +59,7 @@ class StageFunction:
         self.result_of = {  # of the arguments that this stage keeps and replaces; by others, as previous versions are
             key: staged.outputs[result]
             for key, position in inputs.items()
-            if (result := replaced[position]) is not None
+            if (result := staged.replaced_by[position]) is not None
             and staged.homes[position] == stage
             and staged.outputs[result] in own
         }

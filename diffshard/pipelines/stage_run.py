@@ -216,15 +216,10 @@ class StageRun:
                     self._kept[target][a.total] = self._actions.send(shared, a.total, label.stage, target)
 
 
-def possible_overlap(staged: StagedStep, replaced: Sequence[int | None]) -> Overlap:
-    """Returns how a step can overlap with the next one.
-
-    Args:
-      staged: the step, of gradients of one step ago.
-      replaced: for each flat argument the flat result that replaces it in the next step, or None.
-    """
+def possible_overlap(staged: StagedStep) -> Overlap:
+    """Returns how a step of gradients of one step ago can overlap with the next one."""
     early = {key for label, p in staged.programs.items() if label.kind != "finish" for key in p.reads}
-    if any(staged.inputs[position] in early for position in _late(staged, replaced)):
+    if any(staged.inputs[position] in early for position in _late(staged)):
         return "none"
     for label, program in staged.programs.items():
         makers = [staged.makers[key] for key in program.reads if key in staged.makers]
@@ -235,7 +230,6 @@ def possible_overlap(staged: StagedStep, replaced: Sequence[int | None]) -> Over
 
 def chosen_overlap(
     staged: StagedStep,
-    replaced: Sequence[int | None],
     sharding: Callable[[int, Key], NamedSharding],
     free_bytes: Sequence[float],
     price: Callable[[Overlap], PipelineStep],
@@ -244,18 +238,16 @@ def chosen_overlap(
 
     Args:
       staged: the step, of gradients of one step ago.
-      replaced: for each flat argument the flat result that replaces it in the next step, or None.
       free_bytes: `[S]`, of each device of a stage.
     """
-    overlap = possible_overlap(staged, replaced)
-    needed = (overlap_bytes(staged, replaced, stage, overlap, sharding) for stage in range(staged.num_stages))
+    overlap = possible_overlap(staged)
+    needed = (overlap_bytes(staged, stage, overlap, sharding) for stage in range(staged.num_stages))
     fits = all(num_bytes <= free for num_bytes, free in zip(needed, free_bytes, strict=True))
     return overlap if fits and price(overlap).step_s < price("none").step_s else "none"
 
 
 def overlap_bytes(
     staged: StagedStep,
-    replaced: Sequence[int | None],
     stage: int,
     overlap: Overlap,
     sharding: Callable[[int, Key], NamedSharding],
@@ -270,7 +262,7 @@ def overlap_bytes(
         return 0
     begin = staged.programs.get(Label("begin", stage))
     keys = [] if begin is None else [key for key in begin.makes if key in staged.avals]
-    for key, home, result in zip(staged.inputs, staged.homes, replaced, strict=True):
+    for key, home, result in zip(staged.inputs, staged.homes, staged.replaced_by, strict=True):
         old = None if result is None else staged.outputs[result]
         is_gathered = old in staged.inputs and sharding(stage, key) != sharding(stage, old) if home == stage else False
         keys += [key] if is_gathered else []
@@ -284,16 +276,14 @@ def run_overlapped(
     calls: StageCalls,
     actions: Actions,
     overlap: Overlap,
-    replaced: Sequence[int | None],
     steps: Iterable[Sequence[Any]],
 ) -> Iterator[list[Any]]:
     """Runs steps that overlap, and yields the flat results of each when the next one has been started.
 
     Args:
-      replaced: for each flat argument the flat result that replaces it in the next step, or None.
       steps: the flat arguments of each; those that a result replaces are read of the first step only.
     """
-    operations, before = _Operations(calls.staged, overlap, replaced), None
+    operations, before = _Operations(calls.staged, overlap), None
     for arrays in steps:
         if before is None:
             before = StageRun(calls, actions, arrays)
@@ -313,10 +303,10 @@ def run_overlapped(
 class _Operations:
     """Starts the programs of two steps that overlap."""
 
-    def __init__(self, staged: StagedStep, overlap: Overlap, replaced: Sequence[int | None]):
-        self._staged, self._overlap, self._replaced = staged, overlap, replaced
+    def __init__(self, staged: StagedStep, overlap: Overlap):
+        self._staged, self._overlap, self._replaced_by = staged, overlap, staged.replaced_by
         self._of_first, self._of_others = overlapped_operations(staged.num_stages, staged.num_microbatches)
-        self._late = _late(staged, replaced)
+        self._late = _late(staged)
         last = {op.stage for op in self._of_others if (op.kind, op.microbatch) == self._last and not op.is_new}
         self._ended_at_first = [stage for stage in range(staged.num_stages) if stage not in last]
 
@@ -333,7 +323,7 @@ class _Operations:
         """Returns the flat arguments of a step that are there before the step before it ends; None for the others."""
         return [
             None if p in self._late else array if result is None else before.result(result)
-            for p, (array, result) in enumerate(zip(arrays, self._replaced, strict=True))
+            for p, (array, result) in enumerate(zip(arrays, self._replaced_by, strict=True))
         ]
 
     def next(self, before: StageRun, run: StageRun | None) -> None:
@@ -355,17 +345,17 @@ class _Operations:
     def _end(self, before: StageRun, run: StageRun | None, stages: Sequence[int]) -> None:
         before.end(stages)
         for position in self._late if run is not None else ():
-            result = self._replaced[position]
+            result = self._replaced_by[position]
             assert run is not None
             assert result is not None
             if self._staged.makers[self._staged.outputs[result]].stage in stages:
                 run.enter(position, before.result(result))
 
 
-def _late(staged: StagedStep, replaced: Sequence[int | None]) -> list[int]:
+def _late(staged: StagedStep) -> list[int]:
     """Returns the positions of flat arguments that the step before makes with its sums."""
     late = []
-    for position, result in enumerate(replaced):
+    for position, result in enumerate(staged.replaced_by):
         key = None if result is None else staged.outputs[result]
         if key is None or isinstance(key, core.Literal) or key in staged.inputs:
             continue

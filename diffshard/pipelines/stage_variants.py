@@ -72,7 +72,6 @@ class StageVariants:
     """The ways to run a stage on a submesh: its shardings, and what becomes of its residuals.
 
     Args:
-      replaced: for each flat argument of the step the flat result that replaces it, or None.
       in_flight: how many micro-batches it keeps at most.
       time_limit_s: for the solver, each time that it is called.
       stages_per_device: how many stages share the memory of a device, in equal parts.
@@ -83,7 +82,6 @@ class StageVariants:
         options: PipelineOptions,
         staged: StagedStep,
         stage: int,
-        replaced: Sequence[int | None],
         submesh: Submesh,
         in_flight: int,
         *,
@@ -91,7 +89,7 @@ class StageVariants:
         time_limit_s: float,
         stages_per_device: int = 1,
     ):
-        self.options, self.staged, self.stage, self.replaced = options, staged, stage, replaced
+        self.options, self.staged, self.stage = options, staged, stage
         self.in_flight, self.is_donated, self.shape = in_flight, is_donated, mesh_shape(submesh)
         self.hardware = options.cluster.hardware(submesh.kind, self.shape)
         self.memory_limit_bytes = memory_limit_of(options, submesh.kind) / stages_per_device
@@ -284,7 +282,7 @@ class StageVariants:
     def _layout(self, staged: StagedStep, memory_limit_bytes: float, known: StageLayout | None = None) -> StageLayout:
         options = self.options
         return search_stage(
-            StageFunction(staged, self.stage, self.in_flight, self.replaced),
+            StageFunction(staged, self.stage, self.in_flight),
             AbstractMesh(tuple(self.shape.values()), tuple(self.shape)),
             self.hardware,
             memory_limit_bytes,

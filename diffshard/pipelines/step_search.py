@@ -69,7 +69,7 @@ class LayerBounds:
         starts = sorted({start for layer in first.values() for start in (layer, layer + 1) if 0 < start < len(chain)})
         cut = cut_step(step, chain.cuts_before(starts))
         whole = in_groups(staged_step(cut.parts, [], layers=LabelledStep(cut.parts, cut.cuts)))
-        self._function = StageFunction(whole, 0, 1, cut.replaced)
+        self._function = StageFunction(whole, 0, 1)
         self._number = [(0, *starts).index(first[signature]) for signature in chain.signatures]
 
     def seconds(self, mesh: AbstractMesh, hardware: Hardware) -> tuple[np.ndarray, np.ndarray]:
@@ -207,7 +207,7 @@ class StepSearch:
         self.num_microbatches = step.parts.num_microbatches // self.num_groups
         self.submeshes = options.cluster.submeshes()
         self._least: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self._staged: dict[tuple[int, int], tuple[StagedStep, CutStep]] = {}
+        self._staged: dict[tuple[int, int], StagedStep] = {}
         self._divisions: dict[int, DivisionSearch] = {}
 
     @cached_property
@@ -263,31 +263,29 @@ class StepSearch:
 
     def request(self, entry: Entry) -> PlanRequest:
         """Returns the request for the sharding of a stage."""
-        (staged, cut), submesh = self._with_stage(entry), self.submeshes[entry.submesh]
+        submesh = self.submeshes[entry.submesh]
         shape = mesh_shape(submesh)
         return stage_request(
-            StageFunction(staged, int(entry.start > 0), entry.in_flight, cut.replaced),
+            StageFunction(self._with_stage(entry), int(entry.start > 0), entry.in_flight),
             AbstractMesh(tuple(shape.values()), tuple(shape)),
             self.options.cluster.hardware(submesh.kind, shape),
             is_donated=self.is_donated,
             memory_limit_bytes=memory_limit_of(self.options, submesh.kind),
         )
 
-    def _with_stage(self, entry: Entry) -> tuple[StagedStep, CutStep]:
+    def _with_stage(self, entry: Entry) -> StagedStep:
         """Returns the step with the layers of an entry as one stage; the second one unless it is the first."""
         interval = entry.start, entry.end
         if interval not in self._staged:
-            self._staged[interval] = self.staged(interval)
+            self._staged[interval], _ = self.staged(interval)
         return self._staged[interval]
 
     def _solve(self, stages_per_device: int, entry: Entry) -> StageLayout:
-        staged, cut = self._with_stage(entry)
         try:
             layout = StageVariants(
                 self.options,
-                staged,
+                self._with_stage(entry),
                 int(entry.start > 0),
-                cut.replaced,
                 self.submeshes[entry.submesh],
                 entry.in_flight,
                 is_donated=self.is_donated,

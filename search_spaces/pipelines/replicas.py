@@ -41,7 +41,7 @@ def replica_part(staged: StagedStep) -> StagedStep:
     begins = {label: _pruned(p, {k for s, k in needed if s == label.stage}) for label, p in staged.programs.items()
               if label.kind == "begin"}  # fmt: skip
     programs = {**{label: program for label, program in begins.items() if program is not None}, **programs}
-    return replace(staged, programs=programs, outputs=())
+    return replace(staged, programs=programs, outputs=(), replaced_by=(None,) * len(staged.inputs))
 
 
 def replicated_step(replicas: Sequence[StagedStep], microbatches: Sequence[int]) -> StagedStep:

@@ -60,6 +60,7 @@ class StagedStep:
       inputs: the keys of the flat arguments.
       homes: for each argument the stage that keeps it.
       outputs: for each flat result its key, or a literal.
+      replaced_by: for each flat argument the flat result that replaces it in the next step, or None.
       batch: the positions of the arguments that micro-batches divide.
       avals: the shape and dtype of each key.
       offloaded: keys of residuals that wait in pinned memory of the host for the backward pass; see `offloading`.
@@ -74,6 +75,7 @@ class StagedStep:
     inputs: tuple[Key, ...]
     homes: tuple[int, ...]
     outputs: tuple[Key | core.Literal, ...]
+    replaced_by: tuple[int | None, ...]
     batch: tuple[int, ...]
     avals: dict[Key, Any]
     offloaded: frozenset[Key] = frozenset()
@@ -189,6 +191,7 @@ class _Assembly:
             tuple(inputs),
             tuple(step.homes[key] for key in inputs),
             tuple(step.outputs),
+            step.parts.replaced_by,
             tuple(n for n, i in enumerate(step.parts.inputs) if i in step.parts.batch),
             step.avals,
             num_groups=step.parts.num_groups,

@@ -74,6 +74,15 @@ class StepParts:
     num_microbatches: int
     num_groups: int = 1
 
+    @property
+    def replaced_by(self) -> tuple[int | None, ...]:
+        """For each flat argument the flat result that replaces it in the next step, or None."""
+        found: list[int | None] = [None] * len(self.inputs)
+        for result, argument in enumerate(self.replaced):
+            if argument is not None:
+                found[argument] = result
+        return tuple(found)
+
 
 def step_parts(function: MicrobatchedFunction, feedback: Sequence[int | None] | None = None) -> StepParts:
     """Traces a function that runs in micro-batches as three programs.

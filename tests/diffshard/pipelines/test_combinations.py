@@ -36,10 +36,10 @@ def test_steps_that_overlap_reduce_gradients_once_and_offload_residuals(num_grou
     staged = offloaded(staged) if offloads else staged
     execution = StagedExecution(staged, meshes([2, 2]), graph_of("2bw", 2, 4), lambda stage, key: None)
     batches = [jax.tree.map(lambda x, shift=shift: x + shift, batch) for shift in np.array([0.0, 0.5, 1.0], np.float32)]
-    overlap, one_device, expected = possible_overlap(staged, cut.replaced), jax.jit(step), params
+    overlap, one_device, expected = possible_overlap(staged), jax.jit(step), params
     assert overlap != "none"
     flat = [cut.flat_arguments(jax.tree.leaves((params, batch))) for batch in batches]
-    for batch, results in zip(batches, execution.steps(overlap, cut.replaced, flat), strict=True):
+    for batch, results in zip(batches, execution.steps(overlap, flat), strict=True):
         expected, told = one_device(expected, batch)
         check_close(cut.result(results), (expected, told))
 

@@ -225,7 +225,7 @@ def check_previous_versions_are_state(found):
     """Checks that stages keep both versions, and are priced with storing the current one as the previous one is."""
     staged, step = found.staged, found.step
     for stage in range(staged.num_stages):
-        function = StageFunction(staged, stage, 1, step.replaced)
+        function = StageFunction(staged, stage, 1)
         places = zip(step.call.paths, staged.inputs, staged.homes, strict=True)
         previous = [
             key for path, key, home in places if ".previous" in path and home == stage and staged.avals[key].ndim

@@ -68,7 +68,7 @@ def test_no_stage_is_faster_than_its_layers_together_and_the_bound_is_near(chain
     ratios = []
     for start, end, in_flight in ((0, len(layers), 1), (1, 3, 3), (2, 3, 1), (3, len(layers), 2)):
         cut = cut_step(step, layers.cuts_before((start, end)))
-        function = StageFunction(staged_step(cut.parts, cut.cuts), int(start > 0), in_flight, cut.replaced)
+        function = StageFunction(staged_step(cut.parts, cut.cuts), int(start > 0), in_flight)
         layout = search_stage(function, mesh, hardware, np.inf, is_donated=True, solver="gradient", time_limit_s=None)
         least_s = M * each_s[start:end].sum()
         assert least_s <= layout.seconds - layout.end_s
@@ -91,7 +91,7 @@ def test_an_equal_stage_takes_over_what_is_known_without_a_search(chain):
 
     def found(start, end, in_flight, solver: Any = no_solver, known=None):
         cut = cut_step(step, layers.cuts_before((start, end)))
-        function = StageFunction(staged_step(cut.parts, cut.cuts), 1, in_flight, cut.replaced)
+        function = StageFunction(staged_step(cut.parts, cut.cuts), 1, in_flight)
         mesh = AbstractMesh((4,), ("x",))
         options = {"is_donated": True, "solver": solver, "time_limit_s": None, "known": known}
         return search_stage(function, mesh, without_latency, np.inf, **options)

@@ -30,7 +30,7 @@ def staged():
 
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_residuals_are_in_memory_until_the_backward_program_ends(staged, in_flight):
-    function = StageFunction(staged, 1, in_flight, [None] * len(staged.outputs + staged.inputs))
+    function = StageFunction(staged, 1, in_flight)
     forward, backward = (staged.programs[Label(kind, 1)] for kind in ("forward", "backward"))
     received = [key for key in function.received if key in forward.reads and key in backward.reads]
     made = [key for key in forward.makes if key in backward.reads]
@@ -52,10 +52,10 @@ def test_residuals_are_in_memory_until_the_backward_program_ends(staged, in_flig
 
 def test_the_function_makes_a_step_of_one_micro_batch_and_what_the_other_made():
     traced = traced_call(train_step, 2, BatchArguments((1,), ()), arguments(), {})
-    parts = step_parts(divided_call(traced, 2, estimates_sums=True))
+    parts = step_parts(divided_call(traced, 2, estimates_sums=True), traced.feedback)
     staged = staged_step(parts, [])
     num_kept = len(jax.tree.leaves(arguments()[0]))  # the state, which the first results replace
-    function = StageFunction(staged, 0, 1, [i if i < num_kept else None for i in range(len(staged.inputs))])
+    function = StageFunction(staged, 0, 1)
     array_of = dict(zip(staged.inputs, jax.tree.leaves(arguments()), strict=True))
     other = {**array_of, NUMBER: jnp.int32(1)}
     for kind in ("begin", "forward", "backward"):
@@ -140,7 +140,7 @@ def without(items, place):
 
 
 def peak_bytes(staged, in_flight, mesh):
-    function = StageFunction(staged, 1, in_flight, [None] * len(staged.outputs + staged.inputs))
+    function = StageFunction(staged, 1, in_flight)
     options = Options(fn=function, mesh=mesh, hardware=preset("h100", {"x": 2}), memory_limit_bytes=np.inf)
     traced = trace_function(options, function.shapes)
     weigh(function, traced.graph, mesh)
