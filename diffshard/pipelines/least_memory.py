@@ -137,13 +137,12 @@ def stage_need(search: StepSearch, entry: Entry) -> StageNeed:
     return StageNeed(least_bytes, max(space.summarize(lightest_choice(space.problem).tolist()).peak_bytes, least_bytes))
 
 
-def nothing_found(
-    options: PipelineOptions, searches: Sequence[StepSearch], is_over: Callable[[], bool]
-) -> InfeasibleError | TimeoutError:
+def nothing_found(searches: Sequence[StepSearch]) -> InfeasibleError | TimeoutError:
     """Returns the error of a search that found nothing: what does not fit, or that it had too little time.
 
     What does not fit is the stage that needs most in the division that needs least.
     """
+    options, is_over = searches[0].options, searches[0].progress.is_search_over
     need = least_need(searches, is_over)
     name = getattr(options.fn, "__name__", "the function")
     if is_over() and need is not None and need.share <= 1:

@@ -22,6 +22,7 @@ from diffshard.pipelines.plans.consistency import FILE, to_json
 from diffshard.pipelines.plans.page import format_pipeline_page
 from diffshard.pipelines.plans.text import format_pipeline_in_line, format_pipeline_plan
 from diffshard.pipelines.replicated_pipeline import applied_pipeline, check_cluster
+from diffshard.pipelines.step_search import StepSearch
 from diffshard.plans.file import from_json as plan_from_json
 from diffshard.plans.plan_record import PlanRecord
 from diffshard.processes import Processes
@@ -135,15 +136,12 @@ def _applied(
     """Returns the pipeline of a plan; what `PipelinedFunction` calls in place of a search."""
     progress, what = SearchProgress(line, None), "apply the same plan"
     progress.step("tracing")
-    count, num_groups = plan.num_microbatches * plan.num_groups, plan.num_groups
+    count, batch, num_groups = plan.num_microbatches * plan.num_groups, options.pipeline.batch, plan.num_groups
 
     def traced() -> list[UncutStep]:
-        return [
-            uncut_step(
-                options.fn, count, options.pipeline.batch, args, kwargs, num_groups, batch_means=plan.batch_means
-            )
-        ]
+        return [uncut_step(options.fn, count, batch, args, kwargs, num_groups, batch_means=plan.batch_means)]
 
     processes.check_alike(what, {"the plan": digest_of({"the plan": json.dumps(to_json(plan))})})
     steps = processes.alike(what, traced, trace_facts)
-    return applied_pipeline(options, plan, steps, donated_arrays(options, args, kwargs), processes, progress)
+    donated = donated_arrays(options, args, kwargs)
+    return applied_pipeline(plan, [StepSearch(options, step, donated, progress) for step in steps], processes)

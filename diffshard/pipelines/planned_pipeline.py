@@ -13,8 +13,7 @@ from diffshard.base import InfeasibleError
 from diffshard.pipelines.cutting import CutStep
 from diffshard.pipelines.decisions import ChosenPipeline, shared_layouts
 from diffshard.pipelines.delayed_gradients import DelayedStep
-from diffshard.pipelines.layer_graphs import LayerChain
-from diffshard.pipelines.options import PipelineOptions, memory_limit_of, mesh_shape
+from diffshard.pipelines.options import memory_limit_of, mesh_shape
 from diffshard.pipelines.plans.base import PipelinePlanData, PlannedReplica, PlannedStage
 from diffshard.pipelines.plans.consistency import simulated
 from diffshard.pipelines.stage_plans import (
@@ -78,22 +77,16 @@ class StagePlace(NamedTuple):
 
 
 def planned_pipeline(
-    options: PipelineOptions,
-    search: StepSearch,
-    chosen: ChosenPipeline,
-    processes: Processes,
-    given: GivenLayouts | None = None,
+    search: StepSearch, chosen: ChosenPipeline, processes: Processes, given: GivenLayouts | None = None
 ) -> FoundPipeline:
     """Plans the programs of the stages that were chosen, and simulates them; the first process plans for all.
 
     Args:
-      options: what is asked for.
       search: of the step in the chosen number of micro-batches.
-      chosen: the stages.
-      processes: those that own devices of the cluster.
       given: shardings of the stages that are taken where they fit.
     """
-    stages, cluster, chain, progress = chosen.stages, options.cluster, search.chain, search.progress
+    options, stages, progress = search.options, chosen.stages, search.progress
+    cluster = options.cluster
     count, submeshes, each = search.num_microbatches, search.submeshes, chosen.stages_per_device
     device = graph_of(chosen.schedule, len(stages), count, each).device.tolist()
     staged, step = search.staged([stage.start for stage in stages])
@@ -155,12 +148,11 @@ def planned_pipeline(
         layout = replace(layouts[i], peak_bytes=layouts[i].peak_bytes + more)
         own = StagePlace(*place)._replace(layout=layout)
         in_flight, arguments = int(simulation.in_flight[i]), arguments_of(step, staged, layout, i)
-        planned.append(planned_stage(options, chain, own, times, i, end_s[i], in_flight, arguments, each))
+        planned.append(planned_stage(search, own, times, i, end_s[i], in_flight, arguments, each))
     _check_memory(planned)
     notes = (*chosen.notes, _KEPT_BOUND) if any(layout.recomputed for layout in layouts) else chosen.notes
     notes = (*notes, *_judged(plans)) if options.judge is not None else notes
     plan = predicted_plan(
-        options,
         search,
         chosen.schedule,
         planned,
@@ -192,7 +184,6 @@ def _judged(plans: StagePlans) -> list[str]:
 
 
 def predicted_plan(
-    options: PipelineOptions,
     search: StepSearch,
     schedule: Schedule,
     stages: Sequence[PlannedStage],
@@ -206,16 +197,10 @@ def predicted_plan(
     """Returns a plan with what its step takes by simulation, and without a bound.
 
     Args:
-      options: what was asked for.
       search: of the step in the plan's number of micro-batches.
-      schedule: of the stages.
-      stages: of the main replica.
-      replicas: the others.
-      tried: the numbers of micro-batches and schedules, and the step of each.
-      notes: sentences for the user.
-      overlap: how a step overlaps with the next one.
-      stages_per_device: how many stages each device holds.
+      stages: of the main replica; `replicas` are the others.
     """
+    options = search.options
     plan = PipelinePlanData(
         function=getattr(options.fn, "__name__", "function"),
         cluster=cluster_words(options.cluster),
@@ -247,8 +232,7 @@ def with_bound(plan: PipelinePlanData, bound_s: float) -> PipelinePlanData:
 
 
 def planned_stage(
-    options: PipelineOptions,
-    chain: LayerChain,
+    search: StepSearch,
     place: StagePlace,
     times: StageTimes,
     number: int,
@@ -260,22 +244,16 @@ def planned_stage(
     """Returns a stage as a plan shows it.
 
     Args:
-      options: what was asked for.
-      chain: the layers of the step.
-      place: where it runs.
-      times: of the stages of its replica.
-      number: its place among these.
+      times: of the stages of its replica, of which it has a number.
       end_s: of the end of the step.
-      in_flight: how many micro-batches it keeps at most.
-      arguments: those that it keeps.
-      stages_per_device: how many stages share the memory of its devices.
     """
+    options = search.options
     stage, submesh, numbers, layout = place
     send_forward_s, send_backward_s = times.sends_after(number)
     return PlannedStage(
         first_layer=stage.start,
         last_layer=stage.end - 1,
-        source=chain.sources[stage.start],
+        source=search.chain.sources[stage.start],
         hardware=options.cluster.kinds[submesh.kind].name,
         mesh_axes=mesh_shape(submesh),
         devices=tuple(numbers),

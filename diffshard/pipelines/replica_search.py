@@ -131,15 +131,14 @@ class ChosenReplicas(NamedTuple):
     step_s: float
 
 
-def choose_replicas(
-    options: PipelineOptions, searches: Sequence[StepSearch], donated: Sequence[bool], is_over: Callable[[], bool]
-) -> ChosenReplicas | None:
+def choose_replicas(searches: Sequence[StepSearch], is_over: Callable[[], bool]) -> ChosenReplicas | None:
     """Finds the best replicas with each number of micro-batches and schedule; None if none fit."""
+    options = searches[0].options
     order = kinds_by_speed(searches[0])
     kinds = order[: options.pipeline.max_replicas]
     best: ChosenReplicas | None = None
     for search in searches if len(kinds) > 1 else ():
-        main = StepSearch(_of_kind(options, kinds[0]), search.step, donated, search.progress)
+        main = StepSearch(_of_kind(options, kinds[0]), search.step, search.donated, search.progress)
         limits = sorted({min(2**n, options.pipeline.max_stages) for n in range(8)})
         tried: set[tuple[Schedule, tuple[Stage, ...]]] = set()
         for schedule in options.pipeline.schedules:

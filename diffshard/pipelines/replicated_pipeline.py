@@ -11,7 +11,6 @@ from cost.clusters import Cluster, Submesh
 from cost.pipeline_schedules import graph_of
 from cost.pipeline_times import StageTimes, balanced_microbatches, joined_graph, simulate
 from diffshard.base import PlanError
-from diffshard.pipelines.cutting import UncutStep
 from diffshard.pipelines.decisions import (
     DAMAGED_DECISIONS,
     ChosenPipeline,
@@ -20,7 +19,6 @@ from diffshard.pipelines.decisions import (
     planned_facts,
     shared_layouts,
 )
-from diffshard.pipelines.options import PipelineOptions, SearchProgress
 from diffshard.pipelines.planned_pipeline import (
     FoundPipeline,
     StagePlace,
@@ -40,7 +38,7 @@ from diffshard.pipelines.replica_search import (
 from diffshard.pipelines.stage_plans import StagePlans, arguments_of, place_stages, sends_s, stage_devices
 from diffshard.pipelines.stage_search import StageLayout
 from diffshard.pipelines.stage_variants import StageVariants
-from diffshard.pipelines.step_search import StepSearch
+from diffshard.pipelines.step_search import StepSearch, search_in
 from diffshard.plans.documents import DAMAGE
 from diffshard.processes import Processes
 from search_spaces.pipelines.replicas import replica_part, replica_specs, replicated_step
@@ -48,47 +46,42 @@ from search_spaces.pipelines.stage_programs import StagedStep, staged_step
 
 
 def planned_replicas(
-    options: PipelineOptions,
-    search: StepSearch,
-    chosen: ChosenReplicas,
-    unreplicated: PipelinePlanData,
-    processes: Processes,
+    search: StepSearch, chosen: ChosenReplicas, unreplicated: PipelinePlanData, processes: Processes
 ) -> FoundPipeline:
     """Plans the programs of all replicas' stages, divides the micro-batches among them, and simulates them.
 
     Args:
-      options: what is asked for.
       search: of the step in the chosen number of micro-batches.
-      chosen: the replicas.
       unreplicated: the plan of the best pipeline without replicas, whose notes and tried choices it shows as well.
-      processes: those that own devices of the cluster.
 
     Raises:
       InfeasibleError: a stage does not fit.
     """
     size, count, schedule = len(chosen.stages), search.num_microbatches, chosen.schedule
+    cluster = search.options.cluster
     base, step = search.staged([stage.start for stage in chosen.stages])
-    places = _places(options, search, chosen, base, processes)
+    places = _places(search, chosen, base, processes)
     steps = []
     for own in places:
         copied = [(i, key) for i, place in enumerate(own) for key in place.layout.copied(base.inputs)]
         steps.append(staged_step(step.parts, step.cuts, copied))
-    plans = _planned_programs(options, search, places, steps, processes)
-    exchanges = _exchanges(options, replica_part(base), places)
+    plans = _planned_programs(search, places, steps, processes)
+    exchanges = _exchanges(cluster, replica_part(base), places)
     seconds = [
         replica_part_s(of_replica, schedule, count, sum(exchange))
-        for of_replica, exchange in zip(_times(options, base, places, plans), exchanges, strict=True)
+        for of_replica, exchange in zip(_times(cluster, base, places, plans), exchanges, strict=True)
     ]
     counts = balanced_microbatches(seconds, count)
     staged = plans.staged = replicated_step(steps, counts)
-    times = _times(options, base, places, plans)  # again: some totals are as large as a replica's micro-batches
+    times = _times(
+        search.options.cluster, base, places, plans
+    )  # again: some totals are as large as a replica's micro-batches
     graphs = [graph_of(schedule, size, m) for m in counts]
     in_flight = [simulate(*pair).in_flight.tolist() for pair in zip(times, graphs, strict=True)]
     planned = [
         tuple(
             planned_stage(
-                options,
-                search.chain,
+                search,
                 place,
                 times[r],
                 i,
@@ -101,9 +94,7 @@ def planned_replicas(
         for r, own in enumerate(places)
     ]
     others = [PlannedReplica(counts[r], planned[r], *exchanges[r]) for r in range(1, len(steps))]
-    plan = predicted_plan(
-        options, search, schedule, planned[0], others, tried=unreplicated.tried, notes=unreplicated.notes
-    )
+    plan = predicted_plan(search, schedule, planned[0], others, tried=unreplicated.tried, notes=unreplicated.notes)
     forward_s, backward_s = plans.pass_seconds("forward"), plans.pass_seconds("backward")
     sends = zip(*[of_replica.sends_after(i) for of_replica in times for i in range(size)][:-1], strict=True)
     simulation = simulate(StageTimes(forward_s, backward_s, *map(list, sends)), joined_graph(graphs))
@@ -111,18 +102,14 @@ def planned_replicas(
 
 
 def _places(
-    options: PipelineOptions,
-    search: StepSearch,
-    chosen: ChosenReplicas,
-    base: StagedStep,
-    processes: Processes,
+    search: StepSearch, chosen: ChosenReplicas, base: StagedStep, processes: Processes
 ) -> list[list[StagePlace]]:
     """Returns where the stages of each replica run, those of the main one first, with the shardings found for them.
 
     Raises:
       InfeasibleError: a stage does not fit.
     """
-    part, size = replica_part(base), len(chosen.stages)
+    options, part, size = search.options, replica_part(base), len(chosen.stages)
     wanted = [(r, i, s) for r, replica in enumerate(chosen.replicas) for i, s in enumerate(replica.submeshes)]
     limit_s = search.progress.stage_limit_s(3 * len(wanted))  # each has two programs as well
 
@@ -143,14 +130,13 @@ def _places(
 
 
 def _planned_programs(
-    options: PipelineOptions,
     search: StepSearch,
     places: Sequence[Sequence[StagePlace]],
     steps: Sequence[StagedStep],
     processes: Processes,
 ) -> StagePlans:
     """Plans the programs of all stages, which are the same however many micro-batches each replica takes."""
-    devices = []
+    options, devices = search.options, []
     for r, (own, staged) in enumerate(zip(places, steps, strict=True)):
         for _, submesh, numbers, layout in own:
             named = replace(layout, specs=replica_specs(layout.specs, staged, r))
@@ -161,20 +147,18 @@ def _planned_programs(
 
 
 def _times(
-    options: PipelineOptions, base: StagedStep, places: Sequence[Sequence[StagePlace]], plans: StagePlans
+    cluster: Cluster, base: StagedStep, places: Sequence[Sequence[StagePlace]], plans: StagePlans
 ) -> list[StageTimes]:
     """Returns the seconds of a micro-batch in the stages of each replica, and between them."""
     forward_s, backward_s, found = plans.pass_seconds("forward"), plans.pass_seconds("backward"), []
     for r, own in enumerate(places):
         stages = slice(r * len(own), (r + 1) * len(own))
-        sends = sends_s(base, options.cluster, [place.submesh for place in own])
+        sends = sends_s(base, cluster, [place.submesh for place in own])
         found.append(StageTimes(forward_s[stages], backward_s[stages], *sends))
     return found
 
 
-def _exchanges(
-    options: PipelineOptions, part: StagedStep, places: Sequence[Sequence[StagePlace]]
-) -> list[tuple[float, float]]:
+def _exchanges(cluster: Cluster, part: StagedStep, places: Sequence[Sequence[StagePlace]]) -> list[tuple[float, float]]:
     """Returns for each replica the seconds until it has the weights, and those of bringing its sums.
 
     Both are 0 for the main one. The main replica's hosts send to one replica after the other.
@@ -182,8 +166,8 @@ def _exchanges(
     main, *others = ([place.submesh for place in own] for own in places)
     exchanges = [(0.0, 0.0)]
     for own, submeshes in zip(places[1:], others, strict=True):
-        weights_s = weights_out_s(options.cluster, part, [place.layout for place in own], main, submeshes)
-        sums_s = sums_in_s(options.cluster, part, main, submeshes)
+        weights_s = weights_out_s(cluster, part, [place.layout for place in own], main, submeshes)
+        sums_s = sums_in_s(cluster, part, main, submeshes)
         exchanges.append((weights_s * len(others), sums_s * len(others)))
     return exchanges
 
@@ -199,32 +183,23 @@ def with_decisions(found: FoundPipeline, recording: RecordingProcesses) -> Found
     return found._replace(plan=replace(found.plan, decisions=recording.decisions))
 
 
-def applied_pipeline(
-    options: PipelineOptions,
-    plan: PipelinePlanData,
-    steps: Sequence[UncutStep],
-    donated: Sequence[bool],
-    processes: Processes,
-    progress: SearchProgress,
-) -> FoundPipeline:
+def applied_pipeline(plan: PipelinePlanData, searches: Sequence[StepSearch], processes: Processes) -> FoundPipeline:
     """Returns the pipeline of a plan for a traced step.
 
     Args:
-      steps: the step in some numbers of micro-batches, the plan's among them.
+      searches: of the step in some numbers of micro-batches, the plan's among them.
       processes: those that own devices of the cluster; all of them have the plan.
     """
-    step = _step_of(plan, steps)
-    check_fits(plan, options, step)
+    search = _search_of(plan, searches)
     decided = DecidedProcesses(processes.indices, plan.decisions)
-    search = StepSearch(options, step, donated, progress)
-    progress.step("taking the stages of a plan")
+    search.progress.step("taking the stages of a plan")
     try:
         if plan.replicas:
             replicas = decided.shared(CHOOSE_REPLICAS, _not_decided, kind=ChosenReplicas)
-            found = planned_replicas(options, search, replicas, plan, decided)
+            found = planned_replicas(search, replicas, plan, decided)
         else:
             chosen = decided.shared(CHOOSE_STAGES, _not_decided, kind=ChosenPipeline)
-            found = planned_pipeline(options, search, chosen, decided)
+            found = planned_pipeline(search, chosen, decided)
     except PlanError:
         raise
     except DAMAGE as error:
@@ -234,10 +209,10 @@ def applied_pipeline(
     return found._replace(plan=plan)
 
 
-def chosen_of(plan: PipelinePlanData, options: PipelineOptions, steps: Sequence[UncutStep]) -> ChosenPipeline | None:
+def chosen_of(plan: PipelinePlanData, searches: Sequence[StepSearch]) -> ChosenPipeline | None:
     """Returns the stages of a plan without replicas; None if it was made for another function or cluster."""
     try:
-        check_fits(plan, options, _step_of(plan, steps))
+        _search_of(plan, searches)
         return DecidedProcesses((0,), plan.decisions).shared(CHOOSE_STAGES, _not_decided, kind=ChosenPipeline)
     except (PlanError, *DAMAGE):
         return None
@@ -251,15 +226,18 @@ def layouts_of(plan: PipelinePlanData, staged: StagedStep) -> list[StageLayout]:
         return []
 
 
-def check_fits(plan: PipelinePlanData, options: PipelineOptions, step: UncutStep) -> None:
-    """Checks that a plan was made for a step and a cluster."""
+def _search_of(plan: PipelinePlanData, searches: Sequence[StepSearch]) -> StepSearch:
+    """Returns the search in the number of micro-batches of a plan; checks that it was made for the step and cluster."""
+    search = search_in(searches, plan.num_microbatches, plan.num_groups)
+    if search is None:
+        raise PlanError(f"The plan has {plan.num_microbatches} micro-batches, into which this batch is not divided.")
     if not plan.decisions:
         raise PlanError(
             "The plan can only be shown: it was saved by a version that did not save the plans of the stages. Search "
             "again, and save the new plan."
         )
-    check_cluster(plan, options.cluster)
-    own = planned_facts(step)
+    check_cluster(plan, search.options.cluster)
+    own = planned_facts(search.step)
     for name, text in own.items():
         if plan.facts.get(name) != text:
             was = f"{plan.facts[name]}, not {text}" if name.startswith("`") and name in plan.facts else "another one"
@@ -267,6 +245,7 @@ def check_fits(plan: PipelinePlanData, options: PipelineOptions, step: UncutStep
     for name in plan.facts:
         if name not in own:
             raise PlanError(f"The plan was made for a function with {name}, which is not given.")
+    return search
 
 
 def check_cluster(plan: PipelinePlanData, cluster: Cluster) -> None:
@@ -277,14 +256,6 @@ def check_cluster(plan: PipelinePlanData, cluster: Cluster) -> None:
             "`hardware=` if they stand for others; or the `diffshard.Cluster` that was searched, with its links and "
             "`devices=`."
         )
-
-
-def _step_of(plan: PipelinePlanData, steps: Sequence[UncutStep]) -> UncutStep:
-    wanted = plan.num_microbatches * plan.num_groups, plan.num_groups
-    for step in steps:
-        if (step.parts.num_microbatches, step.parts.num_groups) == wanted:
-            return step
-    raise PlanError(f"The plan has {plan.num_microbatches} micro-batches, into which this batch is not divided.")
 
 
 def _layout(plan: PipelinePlanData) -> tuple[Any, ...]:

@@ -43,7 +43,7 @@ from diffshard.pipelines.replicated_pipeline import (
     with_decisions,
 )
 from diffshard.pipelines.stage_search import FoundDivision
-from diffshard.pipelines.step_search import StepSearch
+from diffshard.pipelines.step_search import StepSearch, search_in
 from diffshard.plans.formats import format_s
 from diffshard.processes import Processes
 from diffshard.sharding_search.fingerprints import digest_of
@@ -74,11 +74,8 @@ def find_pipeline(
     """Finds stages, their meshes and shardings, the number of micro-batches and the schedule, for some arguments.
 
     Args:
-      options: what is asked for.
       args: of the step; arrays or their shapes.
-      kwargs: of the step.
       processes: those that own devices of the cluster. All of them trace the step; the first one searches.
-      line: shows how the search goes.
 
     Raises:
       ValueError: no number of micro-batches divides the batch, or the step cannot be cut.
@@ -90,6 +87,7 @@ def find_pipeline(
     progress.step("tracing")
     donated, what = donated_arrays(options, args, kwargs), "search a pipeline"
     steps = processes.alike(what, lambda: _steps(options, args, kwargs), trace_facts)
+    searches = [StepSearch(options, step, donated, progress) for step in steps]
     store, question = PipelineStore("", ""), ""
     if processes.is_first:
         store, question = PipelineStore.of(options, steps), digest_of(question_facts(options, steps))
@@ -100,16 +98,15 @@ def find_pipeline(
     plan = processes.shared("take an earlier plan", known, kind=PipelinePlanData | None)
     if plan is not None:
         try:
-            return applied_pipeline(options, plan, steps, donated, processes, progress)
+            return applied_pipeline(plan, searches, processes)
         except PlanError as error:
             warnings.warn(f"An earlier plan of a pipeline is searched again: {error}", stacklevel=2)
-    searches = [StepSearch(options, step, donated, progress) for step in steps]
     if not processes.is_first:
         progress.step("waiting for the first process")
-    chosen = processes.shared(what, lambda: _chosen(options, searches, progress), kind=tuple[ChosenPipeline, ...])
-    found = _best_planned(options, searches, chosen, processes, progress)
+    chosen = processes.shared(what, lambda: _chosen(searches), kind=tuple[ChosenPipeline, ...])
+    found = _best_planned(searches, chosen, processes)
     if options.pipeline.max_replicas > 1 and len(options.cluster.kinds) > 1:
-        found = _faster_with_replicas(options, searches, donated, found, processes, progress)
+        found = _faster_with_replicas(searches, found, processes)
     elif options.pipeline.max_replicas > 1:
         note = "There are no replicas: each would be on devices of a kind of its own, and all devices are of one kind."
         found = _with_note(found, note)
@@ -134,20 +131,16 @@ def find_pipeline(
 
 
 def _best_planned(
-    options: PipelineOptions,
-    searches: Sequence[StepSearch],
-    chosen: Sequence[ChosenPipeline],
-    processes: Processes,
-    progress: SearchProgress,
+    searches: Sequence[StepSearch], chosen: Sequence[ChosenPipeline], processes: Processes
 ) -> FoundPipeline:
     """Plans the programs of the pipeline with the least estimate, and of others while their estimates are clearly less.
 
     A stage may take longer in its programs than as a whole, because communication of one does not wait beside another.
     """
     best: FoundPipeline | None = None
-    start, steps = options.start, [search.step for search in searches]
+    start, progress = searches[0].options.start, searches[0].progress
     begun = processes.shared(
-        "begin with an earlier plan", lambda: _begun(options, steps, chosen), kind=tuple[ChosenPipeline, ...]
+        "begin with an earlier plan", lambda: _begun(searches, chosen), kind=tuple[ChosenPipeline, ...]
     )
     given = partial(layouts_of, start) if begun and start is not None else None
     refused: InfeasibleError | None = None
@@ -157,12 +150,12 @@ def _best_planned(
             break
         if best is not None and processes.shared("search a pipeline", progress.is_proof_over, kind=bool):
             break
-        wanted = one.num_microbatches, one.num_groups
-        search = next(search for search in searches if (search.num_microbatches, search.num_groups) == wanted)
+        search = search_in(searches, one.num_microbatches, one.num_groups)
+        assert search is not None
         recording = RecordingProcesses(processes.indices)
         one = recording.shared(CHOOSE_STAGES, lambda one=one: one, kind=ChosenPipeline)
         try:
-            found = planned_pipeline(options, search, one, recording, None if number else given)
+            found = planned_pipeline(search, one, recording, None if number else given)
         except InfeasibleError as error:  # the start was made for more memory, or its split programs need more
             refused = error
             continue
@@ -174,13 +167,12 @@ def _best_planned(
     return best
 
 
-def _begun(
-    options: PipelineOptions, steps: Sequence[UncutStep], chosen: Sequence[ChosenPipeline]
-) -> tuple[ChosenPipeline, ...]:
+def _begun(searches: Sequence[StepSearch], chosen: Sequence[ChosenPipeline]) -> tuple[ChosenPipeline, ...]:
     """Returns the stages of the plan that the search begins with; none if they do not fit, or are found anyway."""
+    options = searches[0].options
     if options.start is None:
         return ()
-    start = chosen_of(options.start, options, steps)
+    start = chosen_of(options.start, searches)
     is_known = start is None or any(one._replace(**_OF_SEARCH) == start._replace(**_OF_SEARCH) for one in chosen[:1])
     if start is None or is_known or start.schedule not in options.pipeline.schedules:
         return ()
@@ -192,34 +184,28 @@ def _with_note(found: FoundPipeline, note: str) -> FoundPipeline:
     return found._replace(plan=replace(found.plan, notes=(*found.plan.notes, note)))
 
 
-def _faster_with_replicas(
-    options: PipelineOptions,
-    searches: Sequence[StepSearch],
-    donated: Sequence[bool],
-    found: FoundPipeline,
-    processes: Processes,
-    progress: SearchProgress,
-) -> FoundPipeline:
+def _faster_with_replicas(searches: Sequence[StepSearch], found: FoundPipeline, processes: Processes) -> FoundPipeline:
     """Returns the best pipeline with replicas if it is faster than the one without, with a bound on both.
 
     The first process searches, and all plan what it found.
     """
-    ungrouped = [search for search in searches if search.num_groups == 1]
+    ungrouped, progress = [search for search in searches if search.num_groups == 1], searches[0].progress
 
     def search() -> tuple[ChosenReplicas | None, float]:
         bound_s = min(found.plan.lower_bound_s, *(replicas_bound_s(search) for search in ungrouped))
-        return choose_replicas(options, ungrouped, donated, progress.is_proof_over), bound_s
+        return choose_replicas(ungrouped, progress.is_proof_over), bound_s
 
     chosen, bound_s = processes.shared(
         "search replicas of a pipeline", search, kind=tuple[ChosenReplicas | None, float]
     )
     best, note = found, "No replicas fit."
     if chosen is not None:
-        of_number = next(s for s in ungrouped if s.num_microbatches == chosen.num_microbatches)
+        of_number = search_in(ungrouped, chosen.num_microbatches, 1)
+        assert of_number is not None
         try:
             recording = RecordingProcesses(processes.indices)
             chosen = recording.shared(CHOOSE_REPLICAS, lambda one=chosen: one, kind=ChosenReplicas)
-            replicated = planned_replicas(options, of_number, chosen, found.plan, recording)
+            replicated = planned_replicas(of_number, chosen, found.plan, recording)
             replicated = with_decisions(replicated, recording)
             best = min(found, replicated, key=lambda pipeline: pipeline.plan.step_s)
             note = (
@@ -232,15 +218,14 @@ def _faster_with_replicas(
     return _with_note(best._replace(plan=plan), note)
 
 
-def _chosen(
-    options: PipelineOptions, searches: Sequence[StepSearch], progress: SearchProgress
-) -> tuple[ChosenPipeline, ...]:
+def _chosen(searches: Sequence[StepSearch]) -> tuple[ChosenPipeline, ...]:
     """Searches in each number of micro-batches and with each schedule, bounds all, and returns those found, best first.
 
     Raises:
       InfeasibleError: no pipeline fits the memory.
       TimeoutError: the time limit ended the search before anything was found, and something may fit.
     """
+    options, progress = searches[0].options, searches[0].progress
     searches, refused = _with_groups(searches)
     in_order = sorted(searches, key=lambda search: search.num_groups)
     choices = [
@@ -282,7 +267,7 @@ def _chosen(
     outer = OuterSearch[_Simulated](progress.deadline, last_share=SEARCH_SHARE)
     outer.run(candidate(number, choice) for number, choice in enumerate(choices, 1))
     if not simulated:
-        raise nothing_found(options, searches, progress.is_search_over)
+        raise nothing_found(searches)
     num_tried = sum(one.status != "not tried" for one in outer.tried)
     if num_tried < len(choices):
         refused = (

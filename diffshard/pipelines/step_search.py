@@ -1,7 +1,7 @@
 """The search for the stages of a step in one number of micro-batches: its layers, and how stages of them are solved."""
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -202,7 +202,7 @@ class StepSearch:
         self, options: PipelineOptions, step: UncutStep, donated: Sequence[bool], progress: SearchProgress | None = None
     ):
         progress = SearchProgress(LiveLine("", None), options.time_limit_s) if progress is None else progress
-        self.is_donated = all(donated[i] for i in step.call.feedback if i is not None)
+        self.donated, self.is_donated = donated, all(donated[i] for i in step.call.feedback if i is not None)
         self.options, self.step, self.progress, self.num_groups = options, step, progress, step.parts.num_groups
         self.num_microbatches = step.parts.num_microbatches // self.num_groups
         self.submeshes = options.cluster.submeshes()
@@ -327,3 +327,9 @@ class StepSearch:
             pairs = zip(staged.inputs, cut.segments.spread(self.step.given), strict=True)
             staged = replace(staged, given={key: spec for key, spec in pairs if spec is not None})
         return in_groups(staged)
+
+
+def search_in(searches: Iterable[StepSearch], num_microbatches: int, num_groups: int) -> StepSearch | None:
+    """Returns the search of a step in some number of micro-batches and groups; None if it is not among some."""
+    wanted = num_microbatches, num_groups
+    return next((search for search in searches if (search.num_microbatches, search.num_groups) == wanted), None)

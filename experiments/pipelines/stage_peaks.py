@@ -144,7 +144,7 @@ def evenly_cut(
         0.0,
         (),
     )
-    return planned_pipeline(options, search, chosen, Processes((0,))), search
+    return planned_pipeline(search, chosen, Processes((0,))), search
 
 
 def measure(name: str, model: Model, num_stages: int, schedule: Schedule, devices: Sequence[Any]) -> list[StagePeak]:

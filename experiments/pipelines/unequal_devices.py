@@ -105,11 +105,11 @@ def _replicas_and_even_splits(
     donated = donated_arrays(asked, of_batch, {})
     search = StepSearch(asked, uncut_step(step, count, asked.pipeline.batch, of_batch, {}), donated)
     rows = []
-    best = choose_replicas(asked, [search], donated, lambda: False)
+    best = choose_replicas([search], lambda: False)
     if best is None:
         rows.append(["replicas", "fit not", "", "", "", "", ""])
     else:
-        plan = planned_replicas(asked, search, best, without.plan, Processes((0,))).plan
+        plan = planned_replicas(search, best, without.plan, Processes((0,))).plan
         plan = with_bound(plan, min(without.plan.lower_bound_s, replicas_bound_s(search)))
         own_s = time.process_time() - begin_s
         rows.append(["replicas", *_numbers(plan), _words(plan), f"{own_s:.0f}"])
@@ -128,7 +128,7 @@ def _replicas_and_even_splits(
         in_flight = tuple(min(count, len(stages) - i) for i in range(len(stages)))
         chosen = ChosenPipeline(count, _SCHEDULE, stages, in_flight, 0.0, ())
         try:
-            plan = planned_pipeline(asked, search, chosen, Processes((0,))).plan
+            plan = planned_pipeline(search, chosen, Processes((0,))).plan
             rows.append([name, f"{plan.step_s:.3f}", "", "", f"{plan.bubble:.1%}", _words(plan), ""])
         except diffshard.InfeasibleError:
             rows.append([name, "fits not", "", "", "", "", ""])
