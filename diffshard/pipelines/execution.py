@@ -50,12 +50,9 @@ class StagedExecution:
     another process has no data there.
 
     Args:
-      staged: the programs.
       meshes: `[S]`, the sub-mesh of each stage: the same one for stages that the schedule has on one device; no device
         is in two others.
-      graph: the schedule.
       sharding_of: how each stage stores its arguments, sums, and what its programs leave.
-      function_of: what runs a program.
       donate: positions of flat arguments that the caller does not need after a step, so that results take their memory.
 
     Attributes:

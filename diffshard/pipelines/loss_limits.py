@@ -81,11 +81,6 @@ def measured_delays(
 ) -> tuple[MeasuredDelay, ...]:
     """Trains with delayed gradients of each kind, and returns what they do to the loss.
 
-    Args:
-      fn: a training step.
-      limit: has the runs.
-      predicted_steps: of each kind.
-
     Raises:
       ValueError: the step cannot be delayed, its loss is not found, or the loss of the step itself is not finite.
     """

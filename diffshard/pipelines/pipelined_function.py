@@ -11,7 +11,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from diffshard.base import InfeasibleError
 from diffshard.live_progress import LiveLine, live_line
-from diffshard.pipelines.checked_calls import batches_of, check_can_be_held, checked_call, flat_steps
+from diffshard.pipelines.calls import (
+    batches_of,
+    check_can_be_held,
+    check_static,
+    checked_call,
+    flat_steps,
+    static_call,
+    without_static,
+)
 from diffshard.pipelines.decisions import program_facts, request_facts
 from diffshard.pipelines.delayed_gradients import DelayedStep, current_version, delayed, has_versions
 from diffshard.pipelines.execution import StagedExecution
@@ -21,7 +29,6 @@ from diffshard.pipelines.planned_pipeline import FoundPipeline, with_bound
 from diffshard.pipelines.plans.base import PipelinePlanData
 from diffshard.pipelines.plans.page import format_pipeline_page
 from diffshard.pipelines.search import find_pipeline
-from diffshard.pipelines.static_arguments import check_static, static_call, without_static
 from diffshard.plans.formats import format_bytes, format_count, format_s
 from diffshard.plans.page_elements import NOT_PLANNED, planned_function_element
 from diffshard.processes import Processes, errors_for_all, processes_of

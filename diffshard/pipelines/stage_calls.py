@@ -80,10 +80,8 @@ class StageCalls:
     """The jitted programs of a staged step on given sub-meshes. Nothing is compiled before it is called or lowered.
 
     Args:
-      staged: the programs.
       meshes: `[S]`, the sub-mesh of each stage.
       sharding_of: how a stage stores arguments, sums and what its programs leave.
-      function_of: what runs a program.
       donate: positions of flat arguments whose memory results may take.
 
     Attributes:

@@ -84,9 +84,10 @@ class StageFunction:
     @property
     def shapes(self) -> tuple[list[Any], list[Any], list[list[Any]], list[Any], list[Any]]:
         """The types of the arguments of a call."""
-        totals = [self._shape(a.total) for a in self.sums]
-        queue = [[self._shape(key) for key in self.queued] for _ in range(self.in_flight - 1)]
-        kept, read, received = ([self._shape(key) for key in keys] for keys in (self.kept, self.read, self.received))
+        type_of = self.staged.type_of
+        queue = [[type_of(key) for key in self.queued] for _ in range(self.in_flight - 1)]
+        kept, read, received = ([type_of(key) for key in keys] for keys in (self.kept, self.read, self.received))
+        totals = [type_of(a.total) for a in self.sums]
         return kept, totals, queue, read, received
 
     def __call__(
@@ -165,14 +166,6 @@ class StageFunction:
     def _added(self, accumulation: Accumulation, total: Any, part: Any) -> Any:
         is_combined = accumulation.state in _COMBINED
         return self._named(accumulation.total, combined_with(accumulation.state, total, part) if is_combined else part)
-
-    def type_of(self, key: Key) -> tuple[tuple[int, ...], Any]:
-        """Returns the shape and dtype of an array."""
-        aval = self.staged.avals[key]
-        return tuple(aval.shape), aval.dtype
-
-    def _shape(self, key: Key) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(*self.type_of(key))
 
 
 def weigh(function: StageFunction, graph: Graph, mesh: AbstractMesh) -> None:
@@ -271,7 +264,7 @@ class _Lifetimes:
             value, kind = self.named(key), self.function.staged.makers[key].kind
             if value is not None and kind in types:
                 value.last_read_at = self.ends[kind]
-                types[kind].append(self.function.type_of(key))
+                types[kind].append(self.function.staged.type_of(key))
         return types
 
     def _receive(self) -> dict[str, dict[Key, Value]]:
@@ -303,8 +296,8 @@ class _Lifetimes:
                 value = own[kind].get(key)
                 if value is None:
                     continue
-                if function.type_of(key) in sent[kind]:
-                    sent[kind].remove(function.type_of(key))
+                if (type_ := function.staged.type_of(key)) in sent[kind]:
+                    sent[kind].remove(type_)
                     self.graph.stored_until[value.id] = value.made_at
                 else:
                     self.graph.stored_until[value.id] = self.ends[kind]

@@ -113,9 +113,6 @@ def split_bytes(
 
     Args:
       staged: a step with split backward programs.
-      stage: which one.
-      graph: the schedule.
-      sharding: how a stage stores an array.
     """
     programs = [staged.programs.get(Label(kind, stage)) for kind in ("backward", "weights")]
     backward, weights = (set() if program is None else set(program.reads) for program in programs)
@@ -168,10 +165,7 @@ class StagePlans:
     partitions the programs that begin and finish a step, between the shardings that are fixed here.
 
     Args:
-      staged: the step in stages.
-      stages: what each stage runs on.
       processes: those that own devices of any stage; the first one searches the plans of all.
-      options: what is asked for.
       time_limit_s: for the solver, for each program.
 
     Attributes:
@@ -194,7 +188,7 @@ class StagePlans:
         for label, program in staged.programs.items():
             if label.kind in MICROBATCH_KINDS:
                 self._functions[label] = function = self._planned(program)
-                self.plans[label] = plan = function.plan([self._shape(key) for key in program.reads])
+                self.plans[label] = plan = function.plan([staged.type_of(key) for key in program.reads])
                 chosen = zip(program.makes, plan.outputs, strict=True)
                 self._between.update({key: tensor.spec for key, tensor in chosen if is_between(key)})
 
@@ -275,10 +269,6 @@ class StagePlans:
         if readers and label.stage not in readers:
             return self.transfer(key, label.stage, min(readers))[0].spec
         return self.spec(label.stage, key)
-
-    def _shape(self, key: Key) -> jax.ShapeDtypeStruct:
-        aval = self.staged.avals[key]
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def _of_strong_type(array: Any) -> Any:

@@ -5,19 +5,16 @@ first, because what a pipeline takes from some stage on is a fold: the value of 
 before them, then combined with the stage. Any objective whose two functions do not decrease in the value of the rest is
 minimised exactly. How many stages follow is part of the state, because it says how many micro-batches a stage keeps.
 
-Letters for sizes: L layers, P submeshes that a stage may have, K kinds of devices, D states of devices that are left.
-
-Source: the state of Alpa, Zheng et al. (2022), equation 3; PipeDream, Narayanan et al. (2019), section 3.1, for folds
-with maxima.
-
 The sum of all stages and links plus a weight times the slowest stage, which is what a pipeline takes with the formula
 of Alpa and the weight M - 1, is no fold, but with a limit on each stage the sum alone is one. So the programme runs
 without a limit, then with one just below the slowest stage that it found, and so on. No division lies between two of
 these: each has the least sum among those that are as fast as it.
 
-Letters for sizes: L layers, P submeshes, M micro-batches.
+Letters for sizes: L layers, P submeshes that a stage may have, K kinds of devices, D states of devices that are left, M
+micro-batches.
 
-Source: Alpa, Zheng et al. (2022), section 5.2, which tries all limits in increasing order.
+Source: the state of Alpa, Zheng et al. (2022), equation 3, and section 5.2, which tries all limits in increasing order;
+PipeDream, Narayanan et al. (2019), section 3.1, for folds with maxima.
 """
 
 from collections.abc import Callable, Sequence

@@ -65,8 +65,6 @@ class StageRun:
     """The arrays of one step while it runs.
 
     Args:
-      calls: the programs.
-      actions: what is done with arrays.
       arrays: the flat arguments; None for those that `enter` gives later.
     """
 
@@ -237,7 +235,6 @@ def chosen_overlap(
     """Returns how a step overlaps with the next one: as it can, if that fits the memory and is faster.
 
     Args:
-      staged: the step, of gradients of one step ago.
       free_bytes: `[S]`, of each device of a stage.
     """
     overlap = possible_overlap(staged)

@@ -256,8 +256,7 @@ def _halves(staged: StagedStep, program: StageProgram, avals: dict[Key, Any]) ->
     if not any(is_sent):
         return [replace(program, label=later)]
     divided = DividedProgram(flattened(program.program), is_sent)
-    shapes = [jax.ShapeDtypeStruct(avals[key].shape, avals[key].dtype) for key in program.reads]
-    _, left = jax.eval_shape(lambda *arrays: divided.first(arrays), *shapes)
+    _, left = jax.eval_shape(lambda *arrays: divided.first(arrays), *map(staged.type_of, program.reads))
     between = [(_BETWEEN, stage, number) for number in range(len(left))]
     avals.update(zip(between, left, strict=True))
     num_reads = len(program.reads)

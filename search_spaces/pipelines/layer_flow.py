@@ -70,7 +70,6 @@ def layer_flow(program: core.ClosedJaxpr, scan: int, whole_arguments: Collection
 
     Args:
       program: without calls.
-      scan: the index of the equation.
       whole_arguments: positions of arguments that are not to be divided, such as the batch. Those that the forward pass
         needs whole are not divided either.
     """
@@ -187,8 +186,6 @@ def part_parameters(equation: core.JaxprEqn, operation: PartedOperation, size: i
     """Returns the parameters of an operation that differ on a part of the layers.
 
     Args:
-      equation: the operation.
-      operation: how it runs on parts.
       size: the number of layers of the part.
     """
     name, params = equation.primitive.name, equation.params

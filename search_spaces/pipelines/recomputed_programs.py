@@ -16,7 +16,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from search_spaces.pipelines.residuals import OUTSIDE, OpenedScan, StageResiduals, Value
 from search_spaces.pipelines.stage_labels import NUMBER, Key
 from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
-from search_spaces.pipelines.step_parts import num_bytes
+from search_spaces.pipelines.step_parts import abstract, num_bytes
 from search_spaces.rematerialisation.choices import RematChoice
 from search_spaces.replay import bind, context_of, scan_again, scan_operands
 
@@ -274,8 +274,7 @@ def traced_program(
     run: Callable[..., Sequence[Any]], keys: Sequence[Key], avals: Mapping[Key, Any], always: Collection[Key] = ()
 ) -> tuple[core.ClosedJaxpr, tuple[Key, ...]]:
     """Returns a function as a program without dead code, and which of its inputs it reads, some of them always."""
-    shapes = [jax.ShapeDtypeStruct(avals[key].shape, avals[key].dtype) for key in keys]
-    traced = jax.make_jaxpr(run)(*shapes)
+    traced = jax.make_jaxpr(run)(*(abstract(avals[key]) for key in keys))
     is_always = [key in always for key in keys]
     live, is_read = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars), instantiate=is_always)
     return core.ClosedJaxpr(live, traced.consts), tuple(k for k, used in zip(keys, is_read, strict=True) if used)

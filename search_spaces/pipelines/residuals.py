@@ -81,7 +81,6 @@ def is_scan_over_layers(equation: core.JaxprEqn, stacked: set[core.Var]) -> bool
     """Returns whether an equation is a scan that reads stacked parameters slice by slice.
 
     Args:
-      equation: any.
       stacked: the variables that depend on parameters alone.
     """
     if equation.primitive.name != "scan" or equation.params["length"] < 2:

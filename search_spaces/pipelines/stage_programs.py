@@ -106,6 +106,10 @@ class StagedStep:
                 found[key].add(label.stage)
         return {key: frozenset(stages) for key, stages in found.items()}
 
+    def type_of(self, key: Key) -> jax.ShapeDtypeStruct:
+        """Returns the shape and dtype of an array."""
+        return abstract(self.avals[key])
+
     def stage_of(self, key: Key) -> int:
         """Returns the stage that has an array of the whole step: it keeps the argument, or makes the result."""
         return self.home_of[key] if key in self.home_of else self.makers[key].stage

@@ -71,8 +71,6 @@ def boxes_of_one_step(plan: PipelinePlanData, exchange: Exchange, seconds: float
     """Returns the operations and the waits of a replica's stages in a step.
 
     Args:
-      plan: of the replica.
-      exchange: what it waits for.
       seconds: of the whole width, if that is more than the replica takes.
     """
     simulation = simulated(plan).simulation

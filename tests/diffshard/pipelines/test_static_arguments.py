@@ -6,8 +6,8 @@ import jax
 import pytest
 
 import diffshard
+from diffshard.pipelines.calls import StaticCall, static_call, without_static
 from diffshard.pipelines.options import PipelineOptions
-from diffshard.pipelines.static_arguments import StaticCall, static_call, without_static
 from tests.diffshard.pipelines.small_pipeline import arguments, check_close, train_step
 from tests.diffshard.pipelines.test_pipelined_function import leave
 
