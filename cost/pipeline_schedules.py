@@ -55,7 +55,6 @@ backward operation into the gradient of the activations and that of the weights,
 would wait. "zb-v" does so too, with two stages on each device, the first and the last stage on the same one.
 """
 
-OperationKind = Literal["forward", "backward", "weights", "send forward", "send backward"]
 Order = Sequence[Sequence[Operation]]
 """For each device its operations in the order in which they run."""
 
@@ -66,7 +65,7 @@ class ScheduleGraph(NamedTuple):
     Attributes:
       num_stages: S.
       num_microbatches: M.
-      kind: `[N]`, an index into the names of `OperationKind`.
+      kind: `[N]`, such as `FORWARD`.
       stage: `[N]`, the stage that runs it; of a transfer the stage before the link, whichever way it sends.
       microbatch: `[N]`.
       predecessors: `[N, 2]`, the operation before it on its device or link, and the one whose result it needs; N where

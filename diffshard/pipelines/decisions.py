@@ -146,6 +146,19 @@ def shared_layouts(
     return processes.shared("find the shardings of a pipeline's stages", solve, pack=pack, unpack=unpack)
 
 
+def not_decided() -> Any:
+    """Stands for what is to be decided where a plan has to have it."""
+    raise PlanError("The plan has no decisions.")
+
+
+def layouts_of(plan: PipelinePlanData, staged: StagedStep) -> list[StageLayout]:
+    """Returns the shardings of the stages of a plan without replicas for the same stages; none if it is damaged."""
+    try:
+        return shared_layouts(DecidedProcesses((0,), plan.decisions[1:]), staged, not_decided)
+    except (PlanError, *DAMAGE):
+        return []
+
+
 def request_facts(options: PipelineOptions) -> dict[str, str]:
     """Returns the texts of what is asked for, which have to be the same in all processes; a time limit need not be."""
     devices = [device.id for kind in options.cluster.devices for host in kind for device in host]

@@ -10,7 +10,6 @@ Letters for sizes: V layers, E edges, N ideals, K kinds of devices.
 Source: Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators" (2020), section 5.1.
 """
 
-from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cost.real_numbers import Count, checked_number, whole_number
-from diffshard.pipelines.cutting import CutStep, UncutStep, cut_step
+from diffshard.pipelines.cutting import UncutStep, cut_step
 from diffshard.pipelines.stage_programme import Submesh, best_division, bottleneck_objective
 from search_spaces.pipelines.residuals import Cut, CutCandidate
 from search_spaces.pipelines.stage_labels import LabelledStep, StageEquation
@@ -214,7 +213,6 @@ class LayerChain:
       returned_bytes: `[L]`, of gradients that come back out of a layer; 0 for the first.
       signatures: `[L]`, equal for layers of equal equations.
       sources: `[L]`, the first of the user's lines in a layer.
-      step: the step, cut at all of these places.
     """
 
     cuts: tuple[Cut, ...]
@@ -223,7 +221,6 @@ class LayerChain:
     returned_bytes: np.ndarray
     signatures: tuple[Hashable, ...]
     sources: tuple[str, ...]
-    step: CutStep
 
     def __len__(self) -> int:
         return len(self.cuts) + 1
@@ -259,11 +256,9 @@ def layer_chain(step: UncutStep, most_layers: int) -> LayerChain:
             state[labelled.homes.get(key, 0)] += num_bytes(labelled.avals[key])
     sent = np.array([0, *(candidates[i].bytes_sent for i in at)], float)
     layers = _layers(labelled)
-    sources = tuple(
-        next(filter(None, (user_source(e.equation) for e in layers.get(n, ()))), "") for n in range(len(cuts) + 1)
-    )
+    sources = tuple(next(filter(None, (user_source(e.equation) for e in layer)), "") for layer in layers)
     returned = _returned_bytes(labelled)
-    return LayerChain(tuple(cuts), state, sent, returned, _signatures(labelled), sources, cut)
+    return LayerChain(tuple(cuts), state, sent, returned, tuple(map(_signature, layers)), sources)
 
 
 def _least_bytes(candidates: Sequence[CutCandidate]) -> list[int]:
@@ -285,9 +280,9 @@ def _least_bytes(candidates: Sequence[CutCandidate]) -> list[int]:
     return found
 
 
-def _layers(step: LabelledStep) -> dict[int, list[StageEquation]]:
+def _layers(step: LabelledStep) -> list[list[StageEquation]]:
     """Returns the equations of each layer."""
-    layers: dict[int, list[StageEquation]] = defaultdict(list)
+    layers: list[list[StageEquation]] = [[] for _ in range(step.num_stages)]
     for equation in step.equations:
         if equation.label is not None:
             layers[equation.label.stage].append(equation)
@@ -309,10 +304,6 @@ def _returned_bytes(step: LabelledStep) -> np.ndarray:
     return returned
 
 
-def _signatures(step: LabelledStep) -> tuple[Hashable, ...]:
-    """Returns for each layer its operations and the shapes of their results."""
-    layers = _layers(step)
-    return tuple(
-        hash(tuple((e.equation.primitive.name, tuple(str(v.aval) for v in e.equation.outvars)) for e in layers[layer]))
-        for layer in range(step.num_stages)
-    )
+def _signature(layer: Sequence[StageEquation]) -> Hashable:
+    """Returns the operations of a layer and the shapes of their results."""
+    return hash(tuple((e.equation.primitive.name, tuple(str(v.aval) for v in e.equation.outvars)) for e in layer))

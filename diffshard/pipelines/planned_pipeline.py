@@ -1,6 +1,6 @@
 """From the stages that a search chose to a plan: the shardings and programs of each stage, and where it is."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from cost.pipeline_steps import Overlap, pipeline_step
 from cost.pipeline_times import Simulation, StageTimes
 from diffshard.base import InfeasibleError
 from diffshard.pipelines.cutting import CutStep
-from diffshard.pipelines.decisions import ChosenPipeline, shared_layouts
+from diffshard.pipelines.decisions import ChosenPipeline, layouts_of, shared_layouts
 from diffshard.pipelines.delayed_gradients import DelayedStep
 from diffshard.pipelines.options import memory_limit_of, mesh_shape
 from diffshard.pipelines.plans.base import PipelinePlanData, PlannedReplica, PlannedStage
@@ -36,10 +36,6 @@ from search_spaces.pipelines.divided_program import with_split_backward
 from search_spaces.pipelines.stage_programs import StagedStep
 
 _KEPT_BOUND = "The bound is for pipelines that keep all residuals. Some are made again here, and may be faster than it."
-
-
-GivenLayouts = Callable[[StagedStep], Sequence[StageLayout]]
-"""The shardings of the stages of a step by an earlier plan."""
 
 
 class FoundPipeline(NamedTuple):
@@ -77,20 +73,20 @@ class StagePlace(NamedTuple):
 
 
 def planned_pipeline(
-    search: StepSearch, chosen: ChosenPipeline, processes: Processes, given: GivenLayouts | None = None
+    search: StepSearch, chosen: ChosenPipeline, processes: Processes, start: PipelinePlanData | None = None
 ) -> FoundPipeline:
     """Plans the programs of the stages that were chosen, and simulates them; the first process plans for all.
 
     Args:
       search: of the step in the chosen number of micro-batches.
-      given: shardings of the stages that are taken where they fit.
+      start: an earlier plan of these stages, whose shardings are taken where they fit.
     """
     options, stages, progress = search.options, chosen.stages, search.progress
     cluster = options.cluster
     count, submeshes, each = search.num_microbatches, search.submeshes, chosen.stages_per_device
     device = graph_of(chosen.schedule, len(stages), count, each).device.tolist()
     staged, step = search.staged([stage.start for stage in stages])
-    earlier = [] if given is None else given(staged)
+    earlier = [] if start is None else layouts_of(start, staged)
 
     def solve_one(i: int) -> StageLayout:
         progress.step(f"sharding stage {i + 1} of {len(stages)}")

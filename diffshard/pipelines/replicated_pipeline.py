@@ -16,6 +16,7 @@ from diffshard.pipelines.decisions import (
     ChosenPipeline,
     DecidedProcesses,
     RecordingProcesses,
+    not_decided,
     planned_facts,
     shared_layouts,
 )
@@ -195,10 +196,10 @@ def applied_pipeline(plan: PipelinePlanData, searches: Sequence[StepSearch], pro
     search.progress.step("taking the stages of a plan")
     try:
         if plan.replicas:
-            replicas = decided.shared(CHOOSE_REPLICAS, _not_decided, kind=ChosenReplicas)
+            replicas = decided.shared(CHOOSE_REPLICAS, not_decided, kind=ChosenReplicas)
             found = planned_replicas(search, replicas, plan, decided)
         else:
-            chosen = decided.shared(CHOOSE_STAGES, _not_decided, kind=ChosenPipeline)
+            chosen = decided.shared(CHOOSE_STAGES, not_decided, kind=ChosenPipeline)
             found = planned_pipeline(search, chosen, decided)
     except PlanError:
         raise
@@ -213,17 +214,9 @@ def chosen_of(plan: PipelinePlanData, searches: Sequence[StepSearch]) -> ChosenP
     """Returns the stages of a plan without replicas; None if it was made for another function or cluster."""
     try:
         _search_of(plan, searches)
-        return DecidedProcesses((0,), plan.decisions).shared(CHOOSE_STAGES, _not_decided, kind=ChosenPipeline)
+        return DecidedProcesses((0,), plan.decisions).shared(CHOOSE_STAGES, not_decided, kind=ChosenPipeline)
     except (PlanError, *DAMAGE):
         return None
-
-
-def layouts_of(plan: PipelinePlanData, staged: StagedStep) -> list[StageLayout]:
-    """Returns the shardings of the stages of a plan without replicas for the same stages; none if it is damaged."""
-    try:
-        return shared_layouts(DecidedProcesses((0,), plan.decisions[1:]), staged, _not_decided)
-    except (PlanError, *DAMAGE):
-        return []
 
 
 def _search_of(plan: PipelinePlanData, searches: Sequence[StepSearch]) -> StepSearch:
@@ -267,7 +260,3 @@ def _layout(plan: PipelinePlanData) -> tuple[Any, ...]:
 
     counts = [replica.num_microbatches for replica in plan.replicas]
     return plan.schedule, plan.overlap, counts, [of(stage) for stage in plan.all_stages]
-
-
-def _not_decided() -> Any:
-    raise PlanError("The plan has no decisions.")

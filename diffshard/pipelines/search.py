@@ -38,7 +38,6 @@ from diffshard.pipelines.replicated_pipeline import (
     CHOOSE_STAGES,
     applied_pipeline,
     chosen_of,
-    layouts_of,
     planned_replicas,
     with_decisions,
 )
@@ -142,7 +141,6 @@ def _best_planned(
     begun = processes.shared(
         "begin with an earlier plan", lambda: _begun(searches, chosen), kind=tuple[ChosenPipeline, ...]
     )
-    given = partial(layouts_of, start) if begun and start is not None else None
     refused: InfeasibleError | None = None
     for number, one in enumerate((*begun, *chosen)):
         is_enough = number >= len(begun) + _MOST_PLANNED
@@ -155,7 +153,7 @@ def _best_planned(
         recording = RecordingProcesses(processes.indices)
         one = recording.shared(CHOOSE_STAGES, lambda one=one: one, kind=ChosenPipeline)
         try:
-            found = planned_pipeline(search, one, recording, None if number else given)
+            found = planned_pipeline(search, one, recording, start if begun and not number else None)
         except InfeasibleError as error:  # the start was made for more memory, or its split programs need more
             refused = error
             continue

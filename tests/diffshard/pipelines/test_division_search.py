@@ -65,7 +65,7 @@ def search(solver, num_layers, max_stages=3, cluster=CLUSTER):
     unused: Any = None
     cuts, signatures = (unused,) * (num_layers - 1), tuple(range(num_layers))
     zeros = np.zeros(num_layers)
-    chain = LayerChain(cuts, zeros, solver.sent, zeros, signatures, (), unused)
+    chain = LayerChain(cuts, zeros, solver.sent, zeros, signatures, ())
     memory = [solver.memory for _ in cluster.kinds]
     return DivisionSearch(chain, M, cluster, memory, solver, solver.least, max_stages)
 
@@ -225,7 +225,7 @@ def test_what_is_proven_of_a_whole_step_is_no_end_of_it(count, least_s):
 
     unused: Any = None
     nothing, least = np.zeros(2), (np.array([least_s, 1.0]), np.zeros(2))
-    chain = LayerChain((unused,), nothing, nothing, nothing, (0, 1), (), unused)
+    chain = LayerChain((unused,), nothing, nothing, nothing, (0, 1), ())
     cluster = diffshard.Cluster([diffshard.Hosts(1, devices=2, hardware="h100")])
     found = DivisionSearch(chain, count, cluster, [MEMORY], solve, lambda submesh: least, 2)
     found.best("1f1b", lambda: False)
