@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core, source_info_util
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from cost.compute import inner_jaxprs
 
@@ -162,6 +163,12 @@ def evaluated(
                 made = evaluated(*inner, given, run, calls, context)
         env.update(zip(equation.outvars, made, strict=True))
     return [atom.val if isinstance(atom, core.Literal) else env[atom] for atom in jaxpr.outvars]
+
+
+def without_dead_code(program: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """Returns a program without what no result needs, such as derivatives of metrics beside a loss."""
+    live, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars), instantiate=True)
+    return core.ClosedJaxpr(live, program.consts)
 
 
 def without_calls(program: core.ClosedJaxpr, calls: Mapping[str, str] = CALLS) -> core.ClosedJaxpr:

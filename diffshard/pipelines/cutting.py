@@ -17,7 +17,6 @@ from diffshard.pipelines.microbatches import (
     TracedCall,
     divided_call,
     traced_call,
-    without_dead_code,
 )
 from diffshard.pipelines.plans.base import BatchMeans
 from diffshard.sharding_search.call import abstract_array
@@ -36,7 +35,7 @@ from search_spaces.pipelines.scan_segments import (
     without_numbers,
 )
 from search_spaces.pipelines.step_parts import Part, StepParts, is_transposed, step_parts
-from search_spaces.replay import user_source, with_inner
+from search_spaces.replay import user_source, with_inner, without_dead_code
 from search_spaces.sharding.opaque.cudnn import planned_without_cudnn
 
 _COUNT_NAME = "Pipeline.microbatches"

@@ -24,11 +24,10 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from cost.real_numbers import real_number
-from diffshard.pipelines.microbatches import without_dead_code
 from diffshard.sharding_search.call import Structure, abstract_array, abstract_split, array_paths, split
 from diffshard.staged_array import StagedArray
 from search_spaces.pipelines.step_parts import is_float
-from search_spaces.replay import bind, context_of, with_inner, without_calls
+from search_spaces.replay import bind, context_of, with_inner, without_calls, without_dead_code
 from search_spaces.sharding.tracing import INLINED_BODIES, feedback_of
 
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from cost.real_numbers import Count, checked_number
 from diffshard.sharding_search.call import Structure, abstract_array, abstract_split, array_paths, split
@@ -25,6 +24,7 @@ from search_spaces.pipelines.batch_flow import batch_flow
 from search_spaces.pipelines.batch_states import DivisionError
 from search_spaces.pipelines.microbatches import MicrobatchedFunction
 from search_spaces.pipelines.own_rows import with_own_rows
+from search_spaces.replay import without_dead_code
 from search_spaces.sharding.shardy import rules_of
 from search_spaces.sharding.tracing import build_graph, feedback_of
 
@@ -273,9 +273,3 @@ def _why_not_divided(call: TracedCall, count_name: str, error: DivisionError) ->
         "as `[groups, examples, ...]`, and each group counts as one example. Or let each micro-batch have a product of "
         'its own means, `Pipeline(batch_means="each_microbatch")`.'
     )
-
-
-def without_dead_code(jaxpr: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """Returns a program without what no result needs, such as derivatives of metrics beside a loss."""
-    live, _ = dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars), instantiate=True)
-    return core.ClosedJaxpr(live, jaxpr.consts)

@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 from jax.extend import core
-from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from diffshard.base import InfeasibleError
@@ -36,6 +35,7 @@ from diffshard.sharding_search.mesh_candidates import LevelNames
 from diffshard.sharding_search.module_scopes import module_scopes
 from diffshard.sharding_search.options import Options, has_explicit_axes, with_automatic_axes
 from search_spaces.rematerialisation.program import RematerialisedFunction
+from search_spaces.replay import without_dead_code
 from search_spaces.sharding.given import (
     as_sharding,
     given_dimensions,
@@ -214,9 +214,7 @@ def traced_again(traced_function: TracedFunction, flat: Callable[..., list[Any]]
     """Returns a traced function that another function of its flat arrays computes, without what no result needs."""
     types = [v.aval for v in traced_function.jaxpr.jaxpr.invars]
     arrays = [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type) for t in types]
-    jaxpr = jax.make_jaxpr(flat)(*arrays)
-    live, _ = dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars), instantiate=True)
-    jaxpr = core.ClosedJaxpr(live, jaxpr.consts)
+    jaxpr = without_dead_code(jax.make_jaxpr(flat)(*arrays))
     graph = build_graph(jaxpr, traced_function.graph.feedback, traced_function.call.paths)
     return replace(traced_function, jaxpr=jaxpr, graph=graph)
 

@@ -22,13 +22,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from search_spaces.pipelines.batch_states import Split, State
 from search_spaces.pipelines.stage_labels import NUMBER, Accumulation, Key, Label
 from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
 from search_spaces.pipelines.step_parts import abstract
-from search_spaces.replay import CALLS, bind, evaluated, traced_again, user_source, with_inner
+from search_spaces.replay import CALLS, bind, evaluated, traced_again, user_source, with_inner, without_dead_code
 
 _REDUCE = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min}
 
@@ -346,5 +345,4 @@ def _with_own_dims(
                 source, dim = maker.invars[0], None
         results.append(source)
         dims.append(dim)
-    live, _ = dce_jaxpr(jaxpr.replace(outvars=results), [True] * len(results), instantiate=True)
-    return core.ClosedJaxpr(live, traced.consts), dims
+    return without_dead_code(core.ClosedJaxpr(jaxpr.replace(outvars=results), traced.consts)), dims
