@@ -138,13 +138,13 @@ def planned_pipeline(
         overlap = chosen_overlap(staged, plans.sharding, free, price)
     simulation = price(overlap).simulation
     planned = []
-    for i, place in enumerate(zip(stages, on, numbers, layouts, strict=True)):
+    for i, layout in enumerate(layouts):
         more = overlap_bytes(staged, i, overlap, plans.sharding)
         more += split_bytes(staged, i, simulation.graph, plans.sharding) if is_split else 0
-        layout = replace(layouts[i], peak_bytes=layouts[i].peak_bytes + more)
-        own = StagePlace(*place)._replace(layout=layout)
+        layout = replace(layout, peak_bytes=layout.peak_bytes + more)
+        place = StagePlace(stages[i], on[i], numbers[i], layout)
         in_flight, arguments = int(simulation.in_flight[i]), arguments_of(step, staged, layout, i)
-        planned.append(planned_stage(search, own, times, i, end_s[i], in_flight, arguments, each))
+        planned.append(planned_stage(search, place, times, i, end_s[i], in_flight, arguments, each))
     _check_memory(planned)
     notes = (*chosen.notes, _KEPT_BOUND) if any(layout.recomputed for layout in layouts) else chosen.notes
     notes = (*notes, *_judged(plans)) if options.judge is not None else notes

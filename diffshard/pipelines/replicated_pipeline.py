@@ -74,9 +74,7 @@ def planned_replicas(
     ]
     counts = balanced_microbatches(seconds, count)
     staged = plans.staged = replicated_step(steps, counts)
-    times = _times(
-        search.options.cluster, base, places, plans
-    )  # again: some totals are as large as a replica's micro-batches
+    times = _times(cluster, base, places, plans)  # again: some totals are as large as a replica's micro-batches
     graphs = [graph_of(schedule, size, m) for m in counts]
     in_flight = [simulate(*pair).in_flight.tolist() for pair in zip(times, graphs, strict=True)]
     planned = [
