@@ -166,6 +166,8 @@ def validate_quantities(quantities: Quantities, problem: Problem, name: str) -> 
     for key, quantity in quantities.items():
         own_name = f"{name}[{key!r}]"
         if isinstance(quantity, LiveMemory) and isinstance(quantity.problem, Problem):
+            if not _have_equal_usages(quantity.problem, problem):
+                raise ValueError(f"`{own_name}` must be the LiveMemory of the problem; it is of one with other usages.")
             continue
         if not isinstance(quantity, Quantity):
             raise TypeError(f"`{own_name}` must be a Quantity(node, edge) or a LiveMemory(problem), not {quantity!r}.")
@@ -173,6 +175,12 @@ def validate_quantities(quantities: Quantities, problem: Problem, name: str) -> 
         for field, forms in places.items():
             rest = _check_tables(getattr(quantity, field), forms, rest, f"{own_name}.{field}", field)
             _check_groups(quantity, field, f"{own_name}.{field}_group")
+
+
+def _have_equal_usages(one: Problem, other: Problem) -> bool:
+    shapes = [list(map(np.shape, problem.usage)) for problem in (one, other)]
+    fields = [(problem.usage_node, problem.usage_interval) for problem in (one, other)]
+    return shapes[0] == shapes[1] and all(map(np.array_equal, *fields))
 
 
 def _check_tables(

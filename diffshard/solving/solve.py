@@ -258,6 +258,11 @@ def _check_objective(objective: Objective | None, problem: Problem) -> None:
             "`objective` of `solve` must be a `diffshard.objectives.Objective(function, quantities)`, not "
             f"{'a function' if callable(objective) else repr(objective)}."
         )
+    if not callable(objective.function):
+        raise TypeError(
+            f"`{objective.name}.function` must be a function of amounts, a dict by the names of `quantities`, not "
+            f"{objective.function!r}."
+        )
     validate_quantities(objective.quantities, problem, f"{objective.name}.quantities")
 
 

@@ -93,6 +93,13 @@ def test_what_is_no_quantity_is_refused_by_name(quantity):
         validate_quantities({"busy": quantity}, FREE, "q")
 
 
+def test_the_memory_in_use_is_that_of_the_problem_itself():
+    other = FREE._replace(usage_node=np.array([0]), usage=[np.ones(2)], usage_interval=np.array([[0, 1]]))
+    validate_quantities({"bytes": LiveMemory(other)}, other, "q")
+    with pytest.raises(ValueError, match=r"`q\['bytes'\]` must be the LiveMemory of the problem; .* other usages"):
+        validate_quantities({"bytes": LiveMemory(other)}, FREE, "q")
+
+
 @pytest.mark.parametrize("quantities", [[Quantity(NODE)], None, {}])
 def test_quantities_are_a_dict_of_one_or_more(quantities):
     with pytest.raises(TypeError, match="`q` must be a dict of one Quantity or more by their names, not "):

@@ -80,6 +80,10 @@ def test_an_unknown_argument_is_told_all_that_there_are():
         ),
         ("x", r"`objective` of `solve` must be .*, not 'x'"),
         (
+            Objective(None, {"x": Quantity(TWO.node_cost)}),  # pyright: ignore[reportArgumentType]
+            r"`objective.function` must be a function of amounts, .* not None",
+        ),
+        (
             Objective(lambda amounts: jnp.zeros(()), {}),
             r"`objective.quantities` must be a dict of one Quantity or more .*, not {}",
         ),
