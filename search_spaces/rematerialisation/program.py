@@ -33,7 +33,7 @@ from search_spaces.rematerialisation.passes import (
     step_key,
     vertices_of,
 )
-from search_spaces.replay import REMAT, bind, context_of, scan_again, source_of
+from search_spaces.replay import REMAT, abstract_argument, bind, context_of, scan_again, source_of
 from search_spaces.sharding.graph import Block, Graph, Operand, Region, Step, Value, Vertex
 
 
@@ -168,18 +168,16 @@ class RematerialisedFunction:
                 self._run_step(env, step)
 
     def _run_step(self, env: dict[Any, Any], step: Step) -> None:
+        outputs: Sequence[Operand] = step.results
         if isinstance(step, Region):
             if step_key(step) in self._loops:
-                return self._scan(env, step)
-            is_remat = step.equation.primitive.name in REMAT
-            outputs = step.blocks[0].outputs if is_remat else step.results
-            results = bind(step.equation, [_read(env, o) for o in step.operands])
-            env.update({o.id: r for o, r in zip(outputs, results, strict=True) if isinstance(o, Value)})
-            return None
+                self._scan(env, step)
+                return
+            if step.equation.primitive.name in REMAT:
+                outputs = step.blocks[0].outputs
         assert step.equation is not None
         results = bind(step.equation, [_read(env, o) for o in step.operands])
-        env.update(zip((v.id for v in step.results), results, strict=True))
-        return None
+        env.update({o.id: array for o, array in zip(outputs, results, strict=True) if isinstance(o, Value)})
 
     def _run_again(self, env: dict[Any, Any], again: RunAgain, reader: Step, region: Region | None) -> None:
         """Runs a region of steps again."""
@@ -194,9 +192,7 @@ class RematerialisedFunction:
             outputs = [inner[v.id] for v in again.outputs]
             return outputs if again.trigger is None else [*outputs, inner[again.trigger.id]]
 
-        types = [jax.typeof(array) for array in arrays]
-        avals = [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=getattr(t, "weak_type", False)) for t in types]
-        body = jax.make_jaxpr(run)(*avals)
+        body = jax.make_jaxpr(run)(*(abstract_argument(jax.typeof(array)) for array in arrays))
         with step_context(reader, region):
             results = remat_equation_results(body, arrays)
         for value, array in zip(again.outputs, results, strict=False):
