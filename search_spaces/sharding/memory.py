@@ -174,26 +174,24 @@ def usages_of(
             if any(partial):
                 until = max(held.reduce_until[value.id], graph.reduced_until.get(value.id, -1))
                 add(value.vertex, value, partial, start, until + 2, is_copy=False)
-        node, result = shared_reshards.get(value.id, value.vertex), value.result
+        shared = shared_reshards.get(value.id)
+        node, result = (value.vertex, value.result) if shared is None else (shared, 0)
         strategies = nodes[node].strategies
         if value.id in graph.stored_parts:
             sizes = [value.num_bytes / graph.stored_parts[value.id]] * len(strategies)
             add(node, value, sizes, start, end, is_copy=False)
             continue
-        if node != value.vertex:
+        if shared is not None:
             start = min(start, held.fetch_from.get(value.id, int(start)) + 1)  # inputs are born at -1
-            sizes = [local_bytes(value, s.results[0], axis_sizes) for s in strategies]
-            add(node, value, np.multiply(sizes, _kept_shares(value, strategies)).tolist(), start, end, is_copy=False)
-            if any(s.kept_in for s in strategies):
-                residual = residuals[value.id]
-                numbers = [size if s.kept_in else 0.0 for size, s in zip(sizes, strategies, strict=True)]
-                add(node, value, numbers, start, residual.last_forward + 2, is_copy=True)
-                add(node, value, numbers, residual.first_late + 1, end, is_copy=True)
-            continue
         stored_specs = [s.unreduced[result] if _is_gathered(s, result) else s.results[result] for s in strategies]
         sizes = [local_bytes(value, spec, axis_sizes) for spec in stored_specs]
         sizes = bytes_on(strategies, sizes, is_host=False)
         add(node, value, np.multiply(sizes, _kept_shares(value, strategies)).tolist(), start, end, is_copy=False)
+        if shared is not None and any(s.kept_in for s in strategies):
+            residual = residuals[value.id]
+            numbers = [size if s.kept_in else 0.0 for size, s in zip(sizes, strategies, strict=True)]
+            add(node, value, numbers, start, residual.last_forward + 2, is_copy=True)
+            add(node, value, numbers, residual.first_late + 1, end, is_copy=True)
         copy = [
             local_bytes(value, s.results[result], axis_sizes) if _is_gathered(s, result) else 0.0 for s in strategies
         ]
