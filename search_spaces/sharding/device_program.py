@@ -135,7 +135,7 @@ class DeviceProgram:
     def operate(self, vertex: Vertex, read: ReadOperand) -> Sequence[Any]:
         """Runs an operation on blocks, or runs it whole and slices its results."""
         strategy = self.layout.strategies[vertex.index]
-        if not self._is_replicated(vertex):
+        if vertex.index not in self.replicated_operations:
             call = LocalCall(vertex, strategy, self.blocks)
             if strategy.format:
                 return _checked(call, formatted_product(vertex, self._rounded_operands(call, read)))
@@ -184,7 +184,7 @@ class DeviceProgram:
     def reduce(self, vertex: Vertex, results: Sequence[Any], residual: Any = None) -> Sequence[Any]:
         """Finishes the reduction of an operation on blocks."""
         strategy = self.layout.strategies[vertex.index]
-        if self._is_replicated(vertex):
+        if vertex.index in self.replicated_operations:
             return results
         if strategy.sent_in:
             return self._finish_sum(vertex, strategy, results[0], residual)
@@ -207,9 +207,6 @@ class DeviceProgram:
         rows = form.rows_first(residual)
         block, left = finish_sum(*of_sum, rows)
         return [block, form.rows_back(left.reshape(rows.shape))]
-
-    def _is_replicated(self, vertex: Vertex) -> bool:
-        return vertex.index in self.replicated_operations
 
     def _slice(self, array: Any, value: Value, spec: IndexedSpec) -> Any:
         whole = replicated_spec(len(value.shape))

@@ -255,7 +255,7 @@ class _Recorder:
     def switch(self, index: Any, branches: Sequence[Callable[[], list[Any]]]) -> list[Any]:
         """Runs all branches, as their price has it."""
         results = [branch() for branch in branches]
-        return [self._join([index, *tokens]) for tokens in zip(*results, strict=True)]
+        return [self._add((), 0.0, [index, *own], StepOrigin("barrier")) for own in zip(*results, strict=True)]
 
     def _loop(self, trips: int, arrays: tuple[Any, ...], body: Callable[..., Any]) -> Any:
         """Runs a body between two joins: it begins when all it reads is there, and ends when all it began has ended."""
@@ -301,9 +301,6 @@ class _Recorder:
 
     def _links(self, axes: tuple[int, ...]) -> tuple[int, ...]:
         return (COMPUTE,) if self.holds else tuple(sorted({link for axis in axes for link in self.links_of_axis[axis]}))
-
-    def _join(self, tokens: Sequence[Any]) -> _Token:
-        return self._add((), 0.0, tokens, StepOrigin("barrier"))
 
     def _add(self, streams: tuple[int, ...], seconds: float, arrays: Sequence[Any], origin: StepOrigin) -> _Token:
         reads = tuple(dict.fromkeys(a.step for a in arrays if isinstance(a, _Token) and a.step >= 0))

@@ -306,16 +306,13 @@ class _LineScheduler:
 
     def _form_at(self, value: Value, place: int) -> Value | None:
         """Returns what is read from a place on: the value, or what cheap operations make of it; None if neither is."""
-        while not self._is_read_after(value, place):
+        while value.id not in self.read_last and all(reader < place for reader in self.readers[value.id]):
             steps = (self.line[i][0] for i in self.readers[value.id])
             forms = [step.results[0] for step in steps if isinstance(step, Vertex) and step.primitive in _CHEAP]
             if not forms:
                 return None
             value = forms[0]
         return value
-
-    def _is_read_after(self, value: Value, place: int) -> bool:
-        return value.id in self.read_last or any(reader >= place for reader in self.readers[value.id])
 
     def _step_s(self, step: ReshardStep, value: Value, itemsize: int | None = None) -> float:
         num_bytes = value.num_bytes if itemsize is None else value.num_bytes / value.dtype.itemsize * itemsize

@@ -158,13 +158,14 @@ class _Choice:
         deciding = of_examples or factors
         parts = prod(self.node_costs.axis_sizes[a] for a in self._unused_axes(vertex))
         wanted = {factor: self._parts(factor, self.strategies[vertex.index]) * parts for factor in deciding}
-        possible = {factor: self._most_parts(vertex, factor) for factor in deciding}
+        strategies = self.nodes[vertex.index].strategies
+        possible = {factor: max(self._parts(factor, strategy) for strategy in strategies) for factor in deciding}
         if any(possible[factor] >= wanted[factor] for factor in deciding):
             return None  # the search could have split it
         uneven = [factor for factor in deciding if factor.size % wanted[factor]]
         if uneven:
             return max((self._loss_of(vertex, f, wanted[f], possible[f]) for f in uneven), key=lambda x: x.seconds)
-        is_never_split = all(strategy.parts == 1 for strategy in self.nodes[vertex.index].strategies)
+        is_never_split = all(strategy.parts == 1 for strategy in strategies)
         return _Loss(self._divisible_s(vertex) * (1 - 1 / parts)) if is_never_split else None
 
     def inputs_of(self, kind: int) -> tuple[tuple[int, int], ...]:
@@ -209,9 +210,6 @@ class _Choice:
         """Returns into how many parts a strategy splits a factor's dimension."""
         spec = (*strategy.operands, *strategy.unreduced)[factor.array]
         return prod(self.node_costs.axis_sizes[a] for a in spec[factor.dim])
-
-    def _most_parts(self, vertex: Vertex, factor: _Factor) -> int:
-        return max(self._parts(factor, strategy) for strategy in self.nodes[vertex.index].strategies)
 
     def _loss_of(self, vertex: Vertex, factor: _Factor, wanted: int, possible: int) -> _Loss:
         """Returns what is lost because a factor is split into fewer parts than wanted, beyond what is possible."""
