@@ -27,7 +27,7 @@ import numpy as np
 from cost.base import Problem
 from cost.evaluation import Evaluator, checked_choice
 from diffshard.base import OPTIMAL_GAP, Deadline, Progress, Proposal, Solution, Solver
-from diffshard.solving.form import Quotient, Reduction, classes, identity, merge_classes
+from diffshard.solving.form import Reduction, classes, identity, merge_classes
 from diffshard.solving.loop import Best, begun, proposals, reduced, run_solver
 
 _MOST_ADDITIONS = 4
@@ -186,17 +186,17 @@ def _solve_tied(run: _Run, node_class: np.ndarray) -> None:
     """
     if node_class.max(initial=-1) + 1 == len(node_class):
         return
-    quotient = Quotient(merge_classes(run.problem, node_class), node_class)
+    quotient = merge_classes(run.problem, node_class)
     limit_s = None if run.deadline.limit_s is None else _TIED_TIME_SHARE * run.deadline.limit_s
     stop_gap = max(_SOLVED_GAP, _TIED_GAP_SHARE * run.stop_gap)
     while True:
-        relaxation = run.times.relaxation(quotient.problem)
+        relaxation = run.times.relaxation(quotient)
         solution = run_solver(
             relaxation, run.solver, time_limit_s=limit_s, key=run.key, reduce=run.reduce, stop_gap=stop_gap
         )
         if solution.status == "interrupted":
             raise KeyboardInterrupt
-        choice = quotient.expand(np.array(solution.choice))
+        choice = np.array(solution.choice)[node_class]
         if _offer_tied(run, choice):
             return
         exceeded_times = run.times.exceeded_by(choice)

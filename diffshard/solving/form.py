@@ -191,35 +191,18 @@ _REFINEMENT_ROUNDS = 4
 _MOST_CLASSES_PER_NODE = 0.5  # a larger quotient is not worth solving; chosen by hand
 
 
-class Quotient(NamedTuple):
-    """A problem whose equal nodes take one strategy.
-
-    Attributes:
-      node_class: `[V]` the class of each node of the whole problem.
-    """
-
-    problem: Problem
-    node_class: np.ndarray
-
-    def expand(self, choice: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Returns the choice of the whole problem, `[V]`, for one strategy of each class."""
-        return np.asarray(choice)[self.node_class]
-
-
-def quotient_by_equality(problem: Problem, rounds: int = _REFINEMENT_ROUNDS) -> Quotient | None:
-    """Returns the quotient of a problem by its classes, or None if it has more than half as many nodes.
-
-    Args:
-      rounds: of refinement; more rounds split more classes, from the ends of a repetition inwards.
-    """
+def repeated_classes(problem: Problem, rounds: int = _REFINEMENT_ROUNDS) -> np.ndarray | None:
+    """Returns `[V]` the class of each node as `classes`, or None if there are more than half as many as nodes."""
     node_class = classes(problem, rounds)
-    if not len(node_class) or node_class.max() + 1 > _MOST_CLASSES_PER_NODE * len(node_class):
-        return None
-    return Quotient(merge_classes(problem, node_class), node_class)
+    has_few = len(node_class) and node_class.max() + 1 <= _MOST_CLASSES_PER_NODE * len(node_class)
+    return node_class if has_few else None
 
 
 def classes(problem: Problem, rounds: int = _REFINEMENT_ROUNDS) -> np.ndarray:
-    """Returns `[V]` the class of each node, 0 and up: nodes that `rounds` of refinement do not tell apart."""
+    """Returns `[V]` the class of each node, 0 and up: nodes that `rounds` of refinement do not tell apart.
+
+    More rounds split more classes, from the ends of a repetition inwards.
+    """
     source, target, label = _directed_edges(problem)
     colour = _node_numbers(problem)
     for _ in range(rounds):

@@ -20,6 +20,7 @@ import numpy as np
 import scipy.sparse
 
 from cost.memory import limit_unit
+from diffshard.base import Proposal
 from diffshard.solving.csr import (
     CSRProblem,
     chosen_memory,
@@ -100,6 +101,12 @@ class Descent:
             if not over.any():
                 return
             weight = np.where(over, weight * _WEIGHT_FACTOR, weight)
+
+    def proposals(self, order: np.ndarray) -> Iterator[Proposal]:
+        """Repairs the choices, and then yields the one of least excess and, of these, of least cost."""
+        for _ in self.repair(order):
+            yield Proposal()
+        yield Proposal(self.choice[np.lexsort((self.cost(), self.excess()))[0]])
 
     def price(self, v: int, weight: np.ndarray | float) -> np.ndarray:
         """Returns `[R, S_v]` what each strategy of a node costs, given the rest, up to a constant for each choice."""

@@ -23,7 +23,7 @@ from cost.base import Problem, is_forbidden
 from diffshard.base import Solver
 from diffshard.solving.csr import CSRProblem, first_least
 from diffshard.solving.dual.ascent import Ascent, PriceStep, step_along_excess
-from diffshard.solving.form import quotient_by_equality
+from diffshard.solving.form import merge_classes, repeated_classes
 from diffshard.solving.loop import run_solver
 from diffshard.solving.moves.tree_moves import Polish
 
@@ -300,10 +300,10 @@ def best_equal_choice(
     Raises:
       KeyboardInterrupt: Ctrl-C was pressed while the quotient was solved; it means to stop the whole search.
     """
-    quotient = quotient_by_equality(problem)
-    if quotient is None:
+    node_class = repeated_classes(problem)
+    if node_class is None:
         return None
-    solution = run_solver(quotient.problem, solver, time_limit_s=time_limit_s, key=key)
+    solution = run_solver(merge_classes(problem, node_class), solver, time_limit_s=time_limit_s, key=key)
     if solution.status == "interrupted":
         raise KeyboardInterrupt
-    return None if is_forbidden(np.asarray(solution.cost)) else quotient.expand(solution.choice)
+    return None if is_forbidden(np.asarray(solution.cost)) else np.asarray(solution.choice)[node_class]

@@ -56,11 +56,8 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
         for _ in search.run(int(width), 0.0 if run < price_runs else 1.0):
             yield Proposal()
         search.reprice(_LAST_RATE ** (run / len(widths)))
-        descent = Descent(csr, search.choice[None])
         yield Proposal(search.choice)
-        for _ in descent.repair(order[::-1]):
-            yield Proposal()
-        yield Proposal(descent.choice[0])
+        yield from Descent(csr, search.choice[None]).proposals(order[::-1])
 
 
 def narrow_order(csr: CSRProblem) -> np.ndarray:

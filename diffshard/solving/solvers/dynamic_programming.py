@@ -75,10 +75,7 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
     yield Proposal(choice, bound)
     csr = with_ceiling(to_csr(problem))
     if csr.load.shape[1] or csr.base.size:
-        descent = Descent(csr, choice[None])
-        for _ in descent.repair(np.arange(len(choice))):
-            yield Proposal()
-        yield Proposal(descent.choice[0])
+        yield from Descent(csr, choice[None]).proposals(np.arange(len(choice)))
 
 
 def _tables(problem: Problem) -> list[list[_Table]]:

@@ -30,10 +30,7 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
     while time_limit_s is not None or num_done < _NUM_ORDERS:  # the loop of `diffshard.solve` watches the time
         noise = np.exp(_ORDER_SPREAD * rng.normal(size=len(stake))) if num_done else 1.0
         order = np.argsort(-stake * noise, kind="stable")
-        descent = Descent(csr, construct(csr, order, least_entry)[None])
-        for _ in descent.repair(order):
-            yield Proposal()
-        yield Proposal(descent.choice[0])
+        yield from Descent(csr, construct(csr, order, least_entry)[None]).proposals(order)
         num_done += 1
 
 

@@ -14,7 +14,6 @@ Source: the relaxation of Liu, Simonyan and Yang, "DARTS" (ICLR 2019), section 2
 those of Kingma and Ba, "Adam" (ICLR 2015), algorithm 1.
 """
 
-import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -38,6 +37,7 @@ from diffshard.solving.csr import (
 from diffshard.solving.dual.ascent import softmin_weights
 from diffshard.solving.examples import chain
 from diffshard.solving.moves.single_nodes import Descent
+from diffshard.solving.phases.starts import Clock
 
 # All numbers were chosen by hand on generated layers.
 _NUM_STARTS = 8  # random logits, side by side
@@ -79,8 +79,8 @@ class _State(NamedTuple):
 
 def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array) -> Iterator[Proposal]:
     """Yields roundings of all starts, at several moments and at the end; has no bound."""
-    start, rng = time.perf_counter(), numpy_generator(key)
-    csr = with_ceiling(to_csr(problem))
+    progress = Clock(time_limit_s).progress(_NUM_STEPS, _DESCENT_TIME_SHARE)
+    rng, csr = numpy_generator(key), with_ceiling(to_csr(problem))
     uniform = np.repeat(1.0 / csr.sizes, csr.sizes)
     yield from _roundings(csr, uniform[None], rng)
     energy = _energy(csr)
@@ -94,10 +94,7 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
     while share < 1:
         step += 1
         state = _descend(energy, state, typical * hot * (cold / hot) ** share, step)
-        if time_limit_s is None:
-            share = step / _NUM_STEPS
-        else:
-            share = (time.perf_counter() - start) / (_DESCENT_TIME_SHARE * time_limit_s)
+        share = progress(step)
         if share >= (num_roundings + 1) / _NUM_ROUNDINGS or share >= 1:
             num_roundings += 1
             yield from _roundings(csr, softmin_weights(csr, -state.logits, 1.0), rng)
@@ -207,10 +204,7 @@ def _roundings(csr: CSRProblem, rows: np.ndarray, rng: np.random.Generator) -> I
     for row in rows:
         choices.append(_conditional(csr, row.copy(), order))
         yield Proposal(choices[-1])
-    descent = Descent(csr, np.stack(choices))
-    for _ in descent.repair(order):
-        yield Proposal()
-    yield Proposal(descent.choice[np.lexsort((descent.cost(), descent.excess()))[0]])
+    yield from Descent(csr, np.stack(choices)).proposals(order)
 
 
 def _conditional(csr: CSRProblem, row: np.ndarray, order: np.ndarray) -> np.ndarray:

@@ -9,7 +9,6 @@ Source: multi-start local search, as in Martí, Resende and Ribeiro, "Multi-star
 from collections.abc import Iterator
 
 import jax
-import numpy as np
 
 from cost.base import Problem
 from diffshard.base import Proposal
@@ -28,9 +27,7 @@ def solve(problem: Problem, *, time_limit_s: float | None = None, key: jax.Array
     num_done = 0
     while time_limit_s is not None or num_done < _NUM_ROUNDS:  # the loop of `diffshard.solve` watches the time
         descent = Descent(csr, rng.integers(csr.sizes, size=(_STARTS_PER_ROUND, nodes)))
-        for _ in descent.repair(rng.permutation(nodes)):
-            yield Proposal()
-        yield Proposal(descent.choice[np.lexsort((descent.cost(), descent.excess()))[0]])
+        yield from descent.proposals(rng.permutation(nodes))
         num_done += 1
 
 

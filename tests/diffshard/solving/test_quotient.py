@@ -11,7 +11,7 @@ import pytest
 from cost.base import Problem, num_strategies
 from cost.evaluation import evaluate
 from diffshard.base import Proposal
-from diffshard.solving.form import classes, identity, merge_classes, quotient_by_equality
+from diffshard.solving.form import classes, identity, merge_classes, repeated_classes
 from diffshard.solving.phases.starts import QuotientStart, best_equal_choice
 from diffshard.solving.solve import solve
 from diffshard.solving.solvers import gradient
@@ -46,12 +46,13 @@ def test_a_tied_choice_costs_and_uses_what_it_does_expanded(features):
     for seed in range(12):
         problem = _repeated(seed, 4, **features)
         for rounds in (0, 1, 3):
-            tied = quotient_by_equality(problem, rounds)
-            assert tied is not None
-            assert len(tied.problem.node_cost) <= len(problem.node_cost) // 4  # the copies of a ring are all alike
+            node_class = repeated_classes(problem, rounds)
+            assert node_class is not None
+            tied = merge_classes(problem, node_class)
+            assert len(tied.node_cost) <= len(problem.node_cost) // 4  # the copies of a ring are all alike
             for _ in range(5):
-                choice = rng.integers(num_strategies(tied.problem))
-                assert evaluate(tied.problem, choice) == evaluate(problem, tied.expand(choice))
+                choice = rng.integers(num_strategies(tied))
+                assert evaluate(tied, choice) == evaluate(problem, choice[node_class])
 
 
 def test_any_nodes_of_equally_many_strategies_can_be_tied():
@@ -71,10 +72,9 @@ def test_any_nodes_of_equally_many_strategies_can_be_tied():
 def test_edges_inside_a_class_become_the_diagonal_of_its_cost():
     cost, matrix = np.array([1.0, 2.0]), np.array([[5.0, 7.0], [8.0, 3.0]])
     ring = Problem([cost] * 4, np.array([[0, 1], [1, 2], [2, 3], [3, 0]]), [matrix] * 4)
-    tied = quotient_by_equality(ring)
-    assert tied is not None
-    assert [own.tolist() for own in tied.problem.node_cost] == [[4 * 1 + 4 * 5, 4 * 2 + 4 * 3]]
-    assert not len(tied.problem.edge_nodes)
+    tied = merge_classes(ring, classes(ring))
+    assert [own.tolist() for own in tied.node_cost] == [[4 * 1 + 4 * 5, 4 * 2 + 4 * 3]]
+    assert not len(tied.edge_nodes)
 
 
 def test_what_differs_is_told_apart():
@@ -96,25 +96,24 @@ def test_what_differs_is_told_apart():
 
 
 def test_layers_are_tied_and_their_number_does_not_matter():
-    few, many = quotient_by_equality(layered_problem(0, 10)), quotient_by_equality(layered_problem(0, 40))
+    few, many = repeated_classes(layered_problem(0, 10)), repeated_classes(layered_problem(0, 40))
     assert few is not None
     assert many is not None
-    assert len(few.problem.node_cost) == len(many.problem.node_cost) <= 2 * 40
+    assert few.max() == many.max() < 2 * 40
 
 
 def test_what_does_not_repeat_is_left():
-    assert quotient_by_equality(layered_problem(0, 1)) is None
+    assert repeated_classes(layered_problem(0, 1)) is None
     assert best_equal_choice(layered_problem(0, 1), gradient.solve, KEY, 1.0) is None
-    assert quotient_by_equality(Problem([], np.zeros((0, 2), int), [])) is None
+    assert repeated_classes(Problem([], np.zeros((0, 2), int), [])) is None
 
 
 def test_the_start_is_the_best_of_the_tied_choices():
     for seed in range(8):
         problem = _repeated(seed, 4, memory=True)
-        tied = quotient_by_equality(problem)
-        assert tied is not None
-        options = itertools.product(*(range(size) for size in num_strategies(tied.problem)))
-        found = [evaluate(problem, tied.expand(np.array(choice))) for choice in options]
+        node_class = classes(problem)
+        options = itertools.product(*map(range, num_strategies(merge_classes(problem, node_class))))
+        found = [evaluate(problem, np.array(choice)[node_class]) for choice in options]
         best = min((e.cost for e in found if e.feasible), default=None)
         start = best_equal_choice(problem, gradient.solve, KEY, None)
         assert start is not None
@@ -141,7 +140,7 @@ def test_a_start_from_layers_is_close_to_what_the_whole_finds():
 def test_fifty_thousand_nodes_are_tied():
     problem = layered_problem(0, 1250, binding=0.8)
     assert len(problem.node_cost) == 50_000
-    assert quotient_by_equality(problem) is not None
+    assert repeated_classes(problem) is not None
 
 
 def test_ctrl_c_in_the_quotient_stops_the_whole_search():
