@@ -244,5 +244,5 @@ def test_a_start_that_is_no_choice_is_refused():
     problem, tied = repeated(4, 3, None)
     for wrong in ([0], [99] * len(problem.node_cost)):
         for ties in (tied, None):
-            with pytest.raises(ValueError, match="choice"):
+            with pytest.raises(ValueError, match="`start` "):
                 solve(problem, tied=ties, start=wrong)
