@@ -111,7 +111,7 @@ class DeviceProgram:
         products = [vertex for vertex, name in self.layout.rounded if FORMATS[name].is_delayed]
         return DelayedScales(Scales.of(self.graph), products, maxima)
 
-    # `interpreter.Arrays`: blocks of one device.
+    # `executor.Arrays`: blocks of one device.
 
     def reshard(
         self, array: Any, value: Value, source: IndexedSpec, steps: Sequence[ReshardStep], exchanged_in: str = ""

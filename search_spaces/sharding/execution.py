@@ -89,7 +89,7 @@ class Execution:
         run = GraphInterpreter(self.graph, self.layout, self.path, self, ProgramSchedule())
         return run(arguments, self.graph.constant_arrays)
 
-    # `interpreter.Arrays`: whole arrays with constraints.
+    # `executor.Arrays`: whole arrays with constraints.
 
     def reshard(
         self, array: Any, value: Value, source: IndexedSpec, steps: Sequence[ReshardStep], exchanged_in: str = ""

@@ -114,7 +114,7 @@ class Vertex:
 
     @property
     def user_source(self) -> str:
-        """File, line and function of the user's code that the operation comes from, as `sources.user_source` says."""
+        """File, line and function of the user's code that the operation comes from, as `replay.user_source` says."""
         return "" if self.equation is None else user_source(self.equation, self.callers)
 
 

@@ -105,7 +105,7 @@ def links_of_axes(costs: NodeCosts) -> list[tuple[int, ...]]:
 
 
 class _Recorder:
-    """What runs on tokens: `interpreter.Arrays` and `interpreter.Flow`; writes steps down."""
+    """What runs on tokens: `executor.Arrays` and `executor.Flow`; writes steps down."""
 
     def __init__(self, graph: Graph, layout: Layout, costs: NodeCosts):
         self.graph, self.layout, self.costs = graph, layout, costs
@@ -118,7 +118,7 @@ class _Recorder:
         self.begin = -1  # the step at which the innermost loop begins
         self.rounded: dict[Hashable, _Token] = {}
 
-    # `interpreter.Arrays`
+    # `executor.Arrays`
 
     def reshard(
         self, array: Any, value: Value, source: IndexedSpec, steps: Sequence[ReshardStep], exchanged_in: str = ""
@@ -231,7 +231,7 @@ class _Recorder:
         del equation
         return nullcontext()
 
-    # `interpreter.Flow`
+    # `executor.Flow`
 
     def barrier(self, arrays: Sequence[Any]) -> list[Any]:
         """Joins arrays; what is computed after it in the program is computed after it."""

@@ -105,7 +105,7 @@ class ShardingSpace:
       memory_limit_bytes: for each device; `inf` for none.
       as_program: whether operations are split only in ways that have a form on one device's part
         (`replicated_operations`); without it, only in ways that XLA's partitioner computes rightly
-        (`partitioner_faults`).
+        (`replicated_operations.is_partitioned_wrongly`).
       loaded: flat arguments that hosts load anew for each step: none is left whole on several hosts if it divides.
       offloads_state: whether arrays of the state may be in the host's memory between their updates.
       format_price_s: seconds that it costs to have something in a format, those that its part in the loss is worth: by
