@@ -16,8 +16,8 @@ from diffshard.public_names import lazy_names
 if TYPE_CHECKING:
     from diffshard.bilevel_search.plans.plan import Pareto as Pareto
     from diffshard.bilevel_search.plans.plan import pareto as pareto
-    from diffshard.bilevel_search.proving import CandidatesData as CandidatesData
     from diffshard.bilevel_search.search import BilevelSearch as BilevelSearch
+    from diffshard.bilevel_search.validation_runs import CandidatesData as CandidatesData
     from diffshard.sharding_search.carried import Carried as Carried
     from diffshard.sharding_search.number_formats import Formats as Formats
     from search_spaces.communication.base import BFLOAT16 as BFLOAT16

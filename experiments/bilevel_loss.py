@@ -2,9 +2,9 @@
 
 Methods: one precision everywhere; the bilevel search's proposal under each estimator; the same with the slopes of the
 curvature shuffled over lossy strategies, and cut, so that A follows the cost alone; a random choice that is no slower
-than the curvature's; and what `prove` trains: the winner, the best choice by kind of site, the best that is exact at
+than the curvature's; and what `validate` trains: the winner, the best choice by kind of site, the best that is exact at
 first, and on slow links the winner where the slopes are shuffled. A search is one training. Searches see the data's
-search part, `prove` the validation part and a seed of its own; verdicts come from the test part.
+search part, `validate` the validation part and a seed of its own; verdicts come from the test part.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from experiments.tables import print_table
 from search_spaces.base import Choice
 from search_spaces.communication.space import CommunicationSpace
 
-_CONTROLLED = "slow"  # the link at which `prove` is also run with shuffled slopes
+_CONTROLLED = "slow"  # the link at which `validate` is also run with shuffled slopes
 _MOVES = 500  # until a walk is taken for random
 
 
@@ -93,11 +93,11 @@ def results_at(link: str, training: task.Training, seeds: int) -> list[MethodRes
     random_runs = [Run(random_within(searches.space, searches.seconds(run), s)) for s, run in enumerate(proposals)]
     add("random, same time", random_runs, 0)
     add("A, curvature shuffled", searches.proposals("curvature shuffled", seeds), search_steps)
-    for method, (run, steps) in searches.prove("curvature").items():
-        add(f"prove: {method}", [run] * seeds, steps)
+    for method, (run, steps) in searches.validate("curvature").items():
+        add(f"runs: {method}", [run] * seeds, steps)
     if link == _CONTROLLED:  # how far does training candidates come without what the loss's slopes say of them?
-        run, steps = searches.prove("curvature shuffled")["winner"]
-        add("prove, slopes shuffled: winner", [run] * seeds, steps)
+        run, steps = searches.validate("curvature shuffled")["winner"]
+        add("runs, slopes shuffled: winner", [run] * seeds, steps)
     return rows
 
 

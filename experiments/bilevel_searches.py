@@ -1,4 +1,4 @@
-"""Bilevel searches of a space of communication, each with training from the start: proposals, and proofs of them.
+"""Bilevel searches of a space of communication, each with training from the start: proposals and their validation runs.
 
 Beside those with the slopes that are predicted there are two controls: slopes of the loss that are shuffled over lossy
 strategies, and slopes that are cut, so that A follows the cost alone.
@@ -22,7 +22,7 @@ from search_spaces.communication.space import CommunicationSpace
 MARGIN = 0.005
 """Nats that a choice may cost and still counts as not inferior; also the bound that searches are given."""
 CHOICE_OPTIMIZER = optax.adam(0.1)
-_PROOF_SEED = 100  # of no row
+_VALIDATION_SEED = 100  # of no row
 
 
 class Run(NamedTuple):
@@ -114,32 +114,32 @@ class Searches:
             state, _ = search.update(state, train_batch, val_batch)
         return state
 
-    def prove(self, name: str) -> dict[str, tuple[Run, int]]:
-        """Returns what `prove` finds after a search with a seed of its own: runs by method, and steps taken."""
+    def validate(self, name: str) -> dict[str, tuple[Run, int]]:
+        """Returns what `validate` finds after a search with a seed of its own: runs by method, and steps taken."""
         training = self.training
 
         def run() -> dict[str, tuple[Run, int]]:
             rungs = (training.steps // 4, training.steps // 4, training.steps // 2)
             data = diffshard.formats.CandidatesData(
-                training.params(_PROOF_SEED),
-                task.as_list(training.batches(_PROOF_SEED)),
+                training.params(_VALIDATION_SEED),
+                task.as_list(training.batches(_VALIDATION_SEED)),
                 task.as_list(training.task.evaluated("validation")),
-                jax.random.key(_PROOF_SEED),
+                jax.random.key(_VALIDATION_SEED),
                 rungs=rungs,
                 num_repeats=training.setting.repeats,
             )
-            proof = self.search(name).prove(self.state_after(name, _PROOF_SEED), data)
-            print(proof, flush=True)
-            by_type = [t for t in proof.table if self._is_by_kind(t.choice) and not t.exact_share]
-            exact_first = [candidate for candidate in proof.table if candidate.exact_share]
-            first = {"winner": [proof.winner], "best by kind": by_type, "best exact first": exact_first}
+            validation = self.search(name).validate(self.state_after(name, _VALIDATION_SEED), data)
+            print(validation, flush=True)
+            by_type = [t for t in validation.table if self._is_by_kind(t.choice) and not t.exact_share]
+            exact_first = [candidate for candidate in validation.table if candidate.exact_share]
+            first = {"winner": [validation.winner], "best by kind": by_type, "best exact first": exact_first}
             return {
-                method: (Run(candidates[0].choice, candidates[0].exact_share), proof.steps + training.steps)
+                method: (Run(candidates[0].choice, candidates[0].exact_share), validation.steps + training.steps)
                 for method, candidates in first.items()
                 if candidates
             }
 
-        stem = f"proof-{training.setting.name}-{self.link}-{name.replace(' ', '-')}-{training.steps}"
+        stem = f"validation-{training.setting.name}-{self.link}-{name.replace(' ', '-')}-{training.steps}"
         runs_by_method = task.with_record(training.records, stem, run)
         return {method: (Run(tuple(run[0]), run[1]), steps) for method, (run, steps) in runs_by_method.items()}
 

@@ -105,10 +105,10 @@ def row(optimizer: str, rate: float, num_steps: int) -> list[Any]:
         num_refinements=0,
     )
     plan, _ = search.finish(state, candidates_data=data)
-    assert plan.proof is not None
+    assert plan.validation is not None
     # Named by the choice and not by the candidate: the proposal may be one of them.
-    late = {(any(tried.choice), tried.exact_share): tried for tried in plan.proof.table}
-    exact = next(tried for tried in plan.proof.table if not any(tried.choice))
+    late = {(any(tried.choice), tried.exact_share): tried for tried in plan.validation.table}
+    exact = next(tried for tried in plan.validation.table if not any(tried.choice))
     delayed = late.get((True, 0.0))
     increase = "" if delayed is None else f"{delayed.loss_increase:+.4f}"
     return [optimizer, rate, f"{exact.loss:.4f}", increase, plan.strategies[0], f"{1e6 * plan.seconds:.1f}"]

@@ -11,12 +11,12 @@ weighed against the cost is the objective:
 - `max_loss_increase`: the least cost at no more than this increase, with a multiplier that finds its own size.
 - `cost_weight`: a fixed trade, when it is known what a percent of step time is worth in loss.
 
-The choice that comes out is a proposal: `BilevelSearch.prove` trains it from the start beside simpler ones.
+The choice that comes out is a proposal: `BilevelSearch.validate` trains it from the start beside simpler ones.
 
 Where to find what: `base` has the vocabulary. `search` is the entry; what users give it is checked by `inputs`, and
 their space by `spaces`. A step (`step`) trains the model and asks for the increase of its loss (`model` and
 `curvature`, with the optimiser's step sizes in `optimizer_derivatives`), and weighs it against the cost (`objective`).
 `relaxation` has the relaxed choice, its cost, and the way back to a discrete choice. At the end
-`candidates` lists choices that are worth a training, and `proving` trains them. The folder `plans` has the plan that
-comes out, and how a model trains with it.
+`candidates` lists choices that are worth a training, and `validation_runs` trains them. The folder `plans` has the
+plan that comes out, and how a model trains with it.
 """

@@ -1,6 +1,6 @@
 """The vocabulary of the bilevel search: its state and metrics, objectives and predictions.
 
-The records of candidates, proofs and plans are in `plans.base`.
+The records of candidates, their validation runs and plans are in `plans.base`.
 
 Letters for sizes: V nodes of the space's problem, S_v strategies of node v.
 """

@@ -15,17 +15,17 @@ from cost.base import num_strategies
 from diffshard.bilevel_search.base import BilevelState, Increase, LossFn, TrainingProgress
 from diffshard.bilevel_search.candidates import propose
 from diffshard.bilevel_search.inputs import check_arguments
-from diffshard.bilevel_search.plans.base import Proof
+from diffshard.bilevel_search.plans.base import ValidationRuns
 from diffshard.bilevel_search.plans.plan import (
     BilevelPlan,
     Outcome,
     exact_plan,
     mean_prediction,
     proposed_plan,
-    proved_plan,
+    validated_plan,
 )
-from diffshard.bilevel_search.proving import CandidatesData, check_data, prove
 from diffshard.bilevel_search.relaxation import best_of, largest_weights, marginal_logits
+from diffshard.bilevel_search.validation_runs import CandidatesData, check_data, validate
 from search_spaces.base import (
     Batch,
     Choice,
@@ -107,7 +107,7 @@ class Model(Protocol):
         """
         ...
 
-    def prove(self, outcome: Outcome, data: CandidatesData) -> Proof:
+    def validate(self, outcome: Outcome, data: CandidatesData) -> ValidationRuns:
         """Trains the search's proposal and simpler choices from the start.
 
         Raises:
@@ -165,9 +165,9 @@ class ExactModel:
         del data
         return exact_plan(self.space, best_of(self.space.problem, {largest_weights(outcome.relaxed_choice): 0.0}, None))
 
-    def prove(self, outcome: Outcome, data: CandidatesData) -> Proof:
+    def validate(self, outcome: Outcome, data: CandidatesData) -> ValidationRuns:
         """Raises `ValueError`: there is nothing to compare."""
-        raise ValueError("`prove` compares losses, and in this space every choice has the same.")
+        raise ValueError("`validate` compares losses, and in this space every choice has the same.")
 
 
 @dataclass(frozen=True)
@@ -226,14 +226,14 @@ class LossyModel:
         """Returns the plan of the search's proposal, or with data the plan of the candidate that trained best."""
         if data is None:
             return proposed_plan(self.space, self.baseline_choice, outcome)
-        return proved_plan(self.space, self.baseline_seconds, self.prove(outcome, data), outcome.objective.limit)
+        return validated_plan(self.space, self.baseline_seconds, self.validate(outcome, data), outcome.objective.limit)
 
-    def prove(self, outcome: Outcome, data: CandidatesData) -> Proof:
+    def validate(self, outcome: Outcome, data: CandidatesData) -> ValidationRuns:
         """See `Model`."""
         check_data(data, outcome.state, outcome.batch_shapes)
         prediction = mean_prediction(outcome.state, self.baseline_choice)
         proposal = proposed_plan(self.space, self.baseline_choice, outcome).choice
-        return prove(
+        return validate(
             self.space,
             propose(self.space, proposal, prediction, max_candidates=data.num_candidates),
             data,

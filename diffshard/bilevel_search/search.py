@@ -18,12 +18,12 @@ from diffshard.bilevel_search import inputs
 from diffshard.bilevel_search.base import BilevelMetrics, BilevelState, Increase, LossFn, TrainingProgress
 from diffshard.bilevel_search.inputs import Mesh, Space, as_space_fn
 from diffshard.bilevel_search.objective import objective_of
-from diffshard.bilevel_search.plans.base import Proof
+from diffshard.bilevel_search.plans.base import ValidationRuns
 from diffshard.bilevel_search.plans.plan import BilevelPlan, Outcome
-from diffshard.bilevel_search.proving import CandidatesData
 from diffshard.bilevel_search.relaxation import softmax_choice
 from diffshard.bilevel_search.step import Settings, Step, step_in
 from diffshard.bilevel_search.step_formats import TrainingSearch
+from diffshard.bilevel_search.validation_runs import CandidatesData
 from diffshard.sharding_search.number_formats import Formats
 from search_spaces.base import Batch, LossySpace, Params, RelaxedChoice, SearchSpace
 
@@ -40,7 +40,7 @@ def curvature(
 
     An error e of a result is predicted to increase the loss by ½ E[(g·e)²], an error of a gradient by ¼ Σ η e², with η
     the optimiser's step sizes. For cross-entropy the first is right to second order. Of other losses, such as a mean
-    square, it can be far too small: it then ranks strategies, but only training (`prove`) can keep a bound.
+    square, it can be far too small: it then ranks strategies, but only training (`validate`) can keep a bound.
     """
     increases = space.loss_increases(params, batch, key, step_sizes=progress.step_sizes, step=progress.step)
     terms = zip(relaxed_choice, jax.lax.stop_gradient(increases), strict=True)
@@ -121,7 +121,7 @@ def bilevel(
         must be a `LossySpace`; without both, it must not have a loss of its own.
       cost_weight: or instead: units of loss that the exact choice's whole cost is worth; a number or a schedule.
       estimator: predicts by how much the relaxed choice raises the validation loss: a function that follows
-        `diffshard.bilevel_search.base.Increase`. None takes `curvature`, which is good at ranking; `prove` tells
+        `diffshard.bilevel_search.base.Increase`. None takes `curvature`, which is good at ranking; `validate` tells
         the size.
       choice_every: how many steps of θ there are to one of A, which comes with the first of them; looking at the
         choice costs several training steps, so that 1 is several times slower than training. None takes 8, and with
@@ -276,7 +276,7 @@ class BilevelSearch:
         Args:
           state: after some `update`s.
           candidates_data: trains the proposal and simpler choices from the start and returns the winner, with the table
-            in `plan.proof`. None returns the proposal.
+            in `plan.validation`. None returns the proposal.
 
         Raises:
           ValueError: `state` is not one of this search. Where no update was accepted, nothing is known of the loss: the
@@ -286,14 +286,14 @@ class BilevelSearch:
             raise ValueError(f"`candidates_data` must be a CandidatesData or None, got {candidates_data!r}.")
         return self._checked_step(state).model.plan(self._outcome(state), candidates_data), state.params
 
-    def prove(self, state: BilevelState, data: CandidatesData) -> Proof:
-        """Trains the proposal, uniform choices, choices by type and schedules from the start; see `proving.prove`.
+    def validate(self, state: BilevelState, data: CandidatesData) -> ValidationRuns:
+        """Trains the proposal, uniform choices, choices by type and schedules; see `validation_runs.validate`.
 
         Raises:
-          ValueError: the loss does not depend on the choice, so that there is nothing to prove, or the data have other
-            shapes.
+          ValueError: the loss does not depend on the choice, so that there is nothing to validate, or the data have
+            other shapes.
         """
-        return self._checked_step(state).model.prove(self._outcome(state), data)
+        return self._checked_step(state).model.validate(self._outcome(state), data)
 
     def _outcome(self, state: BilevelState) -> Outcome:
         return Outcome(state, self.relaxed_choice(state), self._made_step().objective, self._batch_shapes)

@@ -15,8 +15,8 @@ from typing import Any
 import optax
 
 from diffshard.base import PlanError
-from diffshard.bilevel_search.plans.base import Proof, TrainedCandidate
-from diffshard.bilevel_search.plans.plan import BilevelPlan, pareto, proved_plan
+from diffshard.bilevel_search.plans.base import TrainedCandidate, ValidationRuns
+from diffshard.bilevel_search.plans.plan import BilevelPlan, pareto, validated_plan
 from diffshard.bilevel_search.relaxation import exact_cost
 from diffshard.successive_halving import HalvingRecord
 from experiments.fuzzing.damage import Damage
@@ -44,7 +44,7 @@ def small_bilevel_plan(space: CommunicationSpace) -> BilevelPlan:
         trained("changed", changed, 0.0, (3.25, 0.25), 0.23),
         trained("changed <late>", changed, 0.75, (float("nan"), float("nan")), float("inf")),
     )
-    plan = proved_plan(space, exact_s, Proof(table, (3.0, 2.5), 24), 0.02)
+    plan = validated_plan(space, exact_s, ValidationRuns(table, (3.0, 2.5), 24), 0.02)
     return plan._replace(notes=("the bytes of a while loop are counted once",))
 
 
@@ -74,8 +74,8 @@ class BilevelPlanDamage:
             if plan is None:
                 return REFUSED
             _ = str(plan), plan.html(), plan._repr_html_()
-            if plan.proof is not None:
-                _ = str(plan.proof), pareto(plan.proof.points())
+            if plan.validation is not None:
+                _ = str(plan.validation), pareto(plan.validation.points())
             plan.save(self._path("again"))
             again = _loaded(self._path("again"))
             if again is None or repr(again) != repr(plan):  # by their texts, as NaN is not equal to itself

@@ -71,7 +71,7 @@ def test_the_loss_table_and_its_controls(space, tmp_path, capsys):
     cheapest = tuple(int(np.argmin(cost)) for cost in space.problem.node_cost)
     assert cut.runs[0].choice == cheapest  # nothing else reaches A
     assert rows["random, same time"].milliseconds <= rows["A, curvature"].milliseconds * (1 + 1e-6)
-    schedule = rows["prove: best exact first"]
+    schedule = rows["runs: best exact first"]
     assert schedule.runs[0].exact_share == 0.5
     late = 0.5 * (_seconds(space, exact.runs[0].choice) + _seconds(space, schedule.runs[0].choice))
     assert schedule.milliseconds == pytest.approx(1e3 * late)

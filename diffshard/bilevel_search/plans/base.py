@@ -66,7 +66,7 @@ class Point(NamedTuple):
     chosen: bool = False
 
 
-class Proof(NamedTuple):
+class ValidationRuns(NamedTuple):
     """The table of all candidates that were trained from the start.
 
     Attributes:
@@ -135,11 +135,11 @@ class BilevelPlanData(NamedTuple):
       seconds: the exact cost of a step; of a schedule the mean over training.
       cost_ratio: to the exact choice's, or to the mean strategies' where the loss is the same for all.
       loss_increase: over the exact choice, in units of the loss: predicted by the mean slopes of the search, or
-        measured by training where there is a proof.
+        measured by training where there are validation runs.
       feasible: whether the increase is within the bound, if there is one, and the problem's own limits are kept.
       message: what is not feasible and by how much, and what the search could not tell; empty where all is well.
       exact_share: share of training that runs the exact choice first, 0 unless a schedule won.
-      proof: the table of candidates that were trained, or None.
+      validation: the table of candidates that were trained, or None.
       max_loss_increase: the bound, or None.
       all_exact: whether the loss is the same for every choice.
       notes: of the space, such as collectives whose bytes are not counted.
@@ -155,7 +155,7 @@ class BilevelPlanData(NamedTuple):
     feasible: bool
     message: str = ""
     exact_share: Share = 0.0
-    proof: Proof | None = None
+    validation: ValidationRuns | None = None
     max_loss_increase: PositiveAmount | None = None
     all_exact: bool = False
     notes: tuple[str, ...] = ()
@@ -207,9 +207,9 @@ def check_bilevel_plan(plan: BilevelPlanData) -> None:
         raise ValueError("`feasible` is False, but `message` does not say why")
     for node in plan.nodes:
         _check_node(node, axes)
-    if plan.proof is not None:
-        _check_proof(plan.proof, len(plan.nodes))
-        _check_winner(plan, plan.proof.winner)
+    if plan.validation is not None:
+        _check_validation(plan.validation, len(plan.nodes))
+        _check_winner(plan, plan.validation.winner)
 
 
 def _check_node(node: NodePlan, axes: Mapping[str, int]) -> None:
@@ -223,21 +223,23 @@ def _check_node(node: NodePlan, axes: Mapping[str, int]) -> None:
             raise ValueError(f"`axes`{where} has {axis!r}, which is no axis of `mesh_axes`, {tuple(axes)}")
 
 
-def _check_proof(proof: Proof, num_nodes: int) -> None:
-    """Checks that each candidate can be, and that they stand in the order of a proof: the longest trained first."""
-    if not proof.finalists:
-        raise ValueError("no candidate of `proof` was trained to the end")
-    for candidate in proof.table:
-        _check_candidate(candidate, num_nodes, len(proof.exact_losses))
-    for before, after in itertools.pairwise(proof.table):
+def _check_validation(validation: ValidationRuns, num_nodes: int) -> None:
+    """Checks that each candidate can be, and that they are in order: the longest trained first."""
+    if not validation.finalists:
+        raise ValueError("no candidate of `validation` was trained to the end")
+    for candidate in validation.table:
+        _check_candidate(candidate, num_nodes, len(validation.exact_losses))
+    for before, after in itertools.pairwise(validation.table):
         if len(before.record.scores) < len(after.record.scores):
             raise ValueError(
-                f"`table` of `proof` has candidate {before.name!r} with {len(before.record.scores)} `scores` before "
-                f"{after.name!r} with {len(after.record.scores)}, though the longest trained come first"
+                f"`table` of `validation` has candidate {before.name!r} with {len(before.record.scores)} `scores` "
+                f"before {after.name!r} with {len(after.record.scores)}, though the longest trained come first"
             )
-    taken_steps = sum(candidate.record.steps for candidate in proof.table)
-    if proof.steps < taken_steps:
-        raise ValueError(f"`steps` of `proof` is {proof.steps}, fewer than the {taken_steps} of its candidates")
+    taken_steps = sum(candidate.record.steps for candidate in validation.table)
+    if validation.steps < taken_steps:
+        raise ValueError(
+            f"`steps` of `validation` is {validation.steps}, fewer than the {taken_steps} of its candidates"
+        )
 
 
 def _check_candidate(candidate: TrainedCandidate, num_nodes: int, num_rungs: int) -> None:
@@ -274,6 +276,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-# Without its proof, what was measured would pass for a prediction.
-FILE = RecordFile(BILEVEL, 3, check_bilevel_plan, needed=("proof",))
+# Without its validation runs, what was measured would pass for a prediction.
+FILE = RecordFile(BILEVEL, 4, check_bilevel_plan, needed=("validation",))
 to_json, from_json = FILE.to_json, FILE.from_json

@@ -13,7 +13,7 @@ import optax
 
 from diffshard.bilevel_search.base import BilevelState, LossPrediction, Objective
 from diffshard.bilevel_search.inputs import as_real
-from diffshard.bilevel_search.plans.base import FILE, BilevelPlanData, NodePlan, Point, Proof
+from diffshard.bilevel_search.plans.base import FILE, BilevelPlanData, NodePlan, Point, ValidationRuns
 from diffshard.bilevel_search.plans.training import Training, training
 from diffshard.bilevel_search.plans.views import format_page, format_plan
 from diffshard.bilevel_search.relaxation import (
@@ -107,25 +107,29 @@ def proposed_plan(space: LossySpace, exact: Choice, outcome: Outcome) -> Bilevel
         note = f"nothing was learnt: 0 updates were accepted, {num_refused} refused; this is the exact choice"
     plan = lossy_plan(space, best_of(problem, increases, limit), limit, note)
     if nodes := _unmeasured_nodes(plan, exact, state):
-        note = f"not measured: the estimator's loss does not depend on {', '.join(nodes)}; training can tell (`prove`)"
+        note = (
+            f"not measured: the estimator's loss does not depend on {', '.join(nodes)}; training can tell (`validate`)"
+        )
         plan = plan._replace(message="; ".join(filter(None, (plan.message, note))))
     return plan
 
 
-def proved_plan(space: LossySpace, exact_seconds: float, proof: Proof, limit: float | None) -> BilevelPlan:
-    """Returns the plan of the candidate that won a proof.
+def validated_plan(
+    space: LossySpace, exact_seconds: float, validation: ValidationRuns, limit: float | None
+) -> BilevelPlan:
+    """Returns the plan of the candidate that won its validation runs.
 
     Args:
       exact_seconds: of a step with the exact choice.
       limit: the bound on the increase of the loss, or None.
     """
-    winner = proof.winner
+    winner = validation.winner
     plan = lossy_plan(space, best_of(space.problem, {winner.choice: winner.loss_increase}, limit), limit)
     return plan._replace(
         seconds=winner.seconds,
         cost_ratio=winner.seconds / exact_seconds,
         exact_share=winner.exact_share,
-        proof=proof,
+        validation=validation,
     )
 
 

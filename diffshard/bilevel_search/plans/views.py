@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from diffshard.bilevel_search.plans.base import BilevelPlanData, NodePlan, Proof, TrainedCandidate
+from diffshard.bilevel_search.plans.base import BilevelPlanData, NodePlan, TrainedCandidate, ValidationRuns
 from diffshard.plans.formats import (
     format_bytes,
     format_count,
@@ -51,7 +51,7 @@ def loss_line(plan: BilevelPlanData) -> str:
     """Returns the increase of the loss, how it is known, and what is allowed."""
     if plan.all_exact:
         return "the same with every choice"
-    how = "measured by training" if plan.proof else "predicted by the search, not measured"
+    how = "measured by training" if plan.validation else "predicted by the search, not measured"
     bound = "" if plan.max_loss_increase is None else f"; {plan.max_loss_increase:.4g} allowed"
     return f"{plan.loss_increase:+.4g} over the exact choice's, {how}{bound}"
 
@@ -130,9 +130,9 @@ def _nodes(plan: BilevelPlanData) -> str:
 
 
 def _candidates(plan: BilevelPlanData) -> str:
-    if plan.proof is None:
+    if plan.validation is None:
         return ""
-    table, steps = plan.proof.table, plan.proof.steps
+    table, steps = plan.validation.table, plan.validation.steps
     rows = [("step", "loss", "increase", "trained", "name")]
     for candidate in table[:_MAX_CANDIDATES]:
         loss, increase = f"{candidate.loss:.4f}", f"{candidate.loss_increase:+.4f}"
@@ -159,7 +159,7 @@ def format_page(plan: BilevelPlanData) -> str:
         _cards(plan),
         _bars(plan),
         _node_table(plan),
-        _candidate_table(plan.proof) if plan.proof else "",
+        _candidate_table(plan.validation) if plan.validation else "",
         "".join(["<h2>Notes</h2><ul>", *(f"<li>{escape(n)}</li>" for n in plan.notes), "</ul>"]) if plan.notes else "",
         f"<details><summary>As text</summary><pre>{escape(format_plan(plan))}</pre></details>",
     ]
@@ -170,7 +170,7 @@ def _cards(plan: BilevelPlanData) -> str:
     pairs = [(format_s(plan.seconds), f"predicted step, {plan.cost_ratio:.1%} of {baseline_name(plan)}")]
     if not plan.all_exact:
         bound = "" if plan.max_loss_increase is None else f", {plan.max_loss_increase:.4g} allowed"
-        how = "measured" if plan.proof else "predicted, not measured"
+        how = "measured" if plan.validation else "predicted, not measured"
         pairs.append((f"{plan.loss_increase:+.4g}", f"loss over the exact choice's, {how}{bound}"))
         num_changed = sum(node.strategy != node.exact_strategy for node in plan.nodes)
         pairs.append((f"{num_changed} of {len(plan.nodes)}", "groups differ from the exact choice"))
@@ -220,20 +220,19 @@ def _node_table(plan: BilevelPlanData) -> str:
     return f"<h2>Groups of sites</h2>{table(head, rows, right=(3, 5, 6, 7, 8))}"
 
 
-def _candidate_table(proof: Proof) -> str:
+def _candidate_table(validation: ValidationRuns) -> str:
     """Draws loss against seconds of those that were trained to the end, numbered as in the table of all."""
     rows = []
-    for number, candidate in enumerate(proof.table, start=1):
+    for number, candidate in enumerate(validation.table, start=1):
         loss = (f"{candidate.loss:.4f}", f"{candidate.loss_increase:+.4f}", f"{candidate.record.steps:,}")
-        shown_number = str(number) if number <= len(proof.finalists) else ""
+        shown_number = str(number) if number <= len(validation.finalists) else ""
         rows.append((shown_number, candidate.name, format_s(candidate.seconds), *loss))
     head = ("", "candidate", "step", "loss", "increase", "steps")
-    summary = (
-        f"{len(proof.table)} trained from the start, {proof.steps:,} steps in all; those without a number were dropped"
-    )
+    trained = f"{len(validation.table)} trained from the start, {validation.steps:,} steps in all"
+    summary = f"{trained}; those without a number were dropped"
     return (
         f"<h2>Candidates</h2><div class=dim>{summary} on the way, with fewer steps</div>"
-        f"{_picture(proof.finalists)}{table(head, rows, right=(0, 2, 3, 4, 5))}"
+        f"{_picture(validation.finalists)}{table(head, rows, right=(0, 2, 3, 4, 5))}"
     )
 
 

@@ -132,9 +132,9 @@ def test_candidates_with_residuals_and_schedules_are_trained():
         num_candidates=5,
     )
     plan, _ = search.finish(state, candidates_data=data)
-    assert plan.proof is not None
+    assert plan.validation is not None
     assert plan.loss_increase <= 1.0
     assert plan.cost_ratio < 0.8
-    losses = [tried.loss for tried in plan.proof.table]
+    losses = [tried.loss for tried in plan.validation.table]
     assert np.isfinite(losses).all()
     assert len({round(loss, 7) for loss in losses}) > 2  # strategies do change training

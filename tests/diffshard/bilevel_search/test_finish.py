@@ -122,7 +122,7 @@ def test_without_a_loss_of_its_own_a_space_follows_the_cost_and_the_model_trains
         assert seen[-1].loss_increase == 0.0
         assert np.abs(params["w"]).max() > 0
         with pytest.raises(ValueError, match="every choice has the same"):
-            search.prove(state, None)  # pyright: ignore[reportArgumentType]
+            search.validate(state, None)  # pyright: ignore[reportArgumentType]
 
 
 def test_memory_that_the_choice_exceeds_is_reported():

@@ -60,9 +60,9 @@ def test_the_delay_is_chosen_where_training_bears_it(rate, momentum, chosen):
         num_refinements=0,
     )
     plan, _ = search.finish(state, candidates_data=data)
-    assert plan.proof is not None
+    assert plan.validation is not None
     assert list(plan.strategies) == [chosen]
     is_late = chosen != "exact"
     assert plan.cost_ratio == pytest.approx(2.4 / 7.4 if is_late else 1.0)
-    increase = {row.name: row.loss_increase for row in plan.proof.table}["all exact of the last gradient"]
+    increase = {row.name: row.loss_increase for row in plan.validation.table}["all exact of the last gradient"]
     assert (increase <= ALLOWED_INCREASE) == is_late

@@ -1,7 +1,7 @@
 """A plan of the small communication space as training would leave it: two groups changed, a table of candidates."""
 
 from cost.base import Hardware, Link
-from diffshard.bilevel_search.plans.base import Proof, TrainedCandidate
+from diffshard.bilevel_search.plans.base import TrainedCandidate, ValidationRuns
 from diffshard.bilevel_search.plans.plan import BilevelPlan, lossy_plan
 from diffshard.bilevel_search.relaxation import best_of
 from diffshard.successive_halving import HalvingRecord
@@ -33,7 +33,7 @@ def proposed_plan(space: CommunicationSpace | None = None) -> BilevelPlan:
     return lossy_plan(space, best_of(space.problem, {named_choice(space): 0.0125}, 0.02), 0.02)
 
 
-def proved_plan(space: CommunicationSpace | None = None) -> BilevelPlan:
+def validated_plan(space: CommunicationSpace | None = None) -> BilevelPlan:
     """As training leaves it; one candidate was dropped early, one diverged."""
     plan = proposed_plan(space)
     exact = plan.baseline_seconds
@@ -49,4 +49,4 @@ def proved_plan(space: CommunicationSpace | None = None) -> BilevelPlan:
         trained("all int8", 0.9 * exact, 3.25, 0.25, 0.23),
         trained("all <int4>", 0.5 * exact, float("nan"), float("nan"), float("inf")),
     )
-    return plan._replace(proof=Proof(table, (3.0, 2.5), 24))
+    return plan._replace(validation=ValidationRuns(table, (3.0, 2.5), 24))

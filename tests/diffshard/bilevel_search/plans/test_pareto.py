@@ -7,7 +7,7 @@ import pytest
 
 import diffshard
 from diffshard.bilevel_search.plans.base import Point
-from tests.diffshard.bilevel_search.plans.small_bilevel_plan import proved_plan
+from tests.diffshard.bilevel_search.plans.small_bilevel_plan import validated_plan
 
 
 def test_worked_by_hand():
@@ -34,14 +34,17 @@ def test_it_is_drawn(tmp_path):
     assert drawn.count("int4") == 1  # off the front, but told apart
 
 
-def test_the_winner_of_a_proof_is_marked(tmp_path):
+def test_the_winner_of_validation_runs_is_marked(tmp_path):
     pytest.importorskip("matplotlib")
-    proof = proved_plan().proof
-    assert proof is not None
-    assert [point.name for point in proof.points() if point.chosen] == [proof.winner.name]
-    for name, points in [("proof", proof.points()), ("points", [tuple(point[:3]) for point in proof.points()])]:
+    validation = validated_plan().validation
+    assert validation is not None
+    assert [point.name for point in validation.points() if point.chosen] == [validation.winner.name]
+    for name, points in [
+        ("validation", validation.points()),
+        ("points", [tuple(point[:3]) for point in validation.points()]),
+    ]:
         diffshard.formats.pareto(points).draw(tmp_path / f"{name}.svg")
-    assert (tmp_path / "proof.svg").read_text().count("<!-- chosen -->") == 1
+    assert (tmp_path / "validation.svg").read_text().count("<!-- chosen -->") == 1
     assert "chosen" not in (tmp_path / "points.svg").read_text()
 
 
@@ -60,5 +63,5 @@ def test_what_is_wrong_is_said(monkeypatch, tmp_path):
         with pytest.raises(ValueError, match=r"`path` must end in \.png, \.svg, \.pdf; got .*front"):
             diffshard.formats.pareto([("a", 1.0, 1.0)]).draw(tmp_path / name)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match=r"pip install 'diffshard\[plot\]'"):
+    with pytest.raises(ValueError, match=r"pip install '\.\[plot\]'"):
         diffshard.formats.pareto([("a", 1.0, 1.0)]).draw(tmp_path / "front.png")

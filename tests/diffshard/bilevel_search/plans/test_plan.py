@@ -23,8 +23,8 @@ from tests.diffshard.bilevel_search.plans.small_bilevel_plan import (
     STRATEGIES,
     named_choice,
     proposed_plan,
-    proved_plan,
     slow_space,
+    validated_plan,
 )
 from tests.diffshard.plans.page_checker import checked_page
 from tests.search_spaces.communication.small_communication import MESH, seconds, sent_bytes, small_space
@@ -142,7 +142,7 @@ def test_notes_of_the_space_are_shown(tmp_path):
 
 
 def test_text_tells_predicted_from_measured():
-    predicted, measured = str(proposed_plan()), str(proved_plan())
+    predicted, measured = str(proposed_plan()), str(validated_plan())
     assert "Plan of communication on 8 devices (data 2 x model 4), slow links" in predicted
     assert "+0.0125 over the exact choice's, predicted by the search, not measured; 0.02 allowed" in predicted
     assert "+0.0125 over the exact choice's, measured by training; 0.02 allowed" in measured
@@ -157,7 +157,7 @@ def test_text_tells_predicted_from_measured():
 
 
 def measured_schedule():
-    return proved_plan()._replace(exact_share=0.5)
+    return validated_plan()._replace(exact_share=0.5)
 
 
 def test_spaces_without_sites_have_the_simple_form():
@@ -196,7 +196,9 @@ def test_a_space_of_ones_own_is_shown_against_its_exact_choice():
     assert "nothing was learnt" in str(plan)
 
 
-@pytest.mark.parametrize("plan", [proposed_plan(), proved_plan(), measured_schedule()], ids=["search", "proof", "late"])
+@pytest.mark.parametrize(
+    "plan", [proposed_plan(), validated_plan(), measured_schedule()], ids=["search", "validation", "late"]
+)
 def test_page_is_well_formed_and_self_contained(plan):
     page = format_page(plan)
     assert not re.search(r"https?://|<script|<link|<img|url\(|@import|<int4>", page)
@@ -205,8 +207,8 @@ def test_page_is_well_formed_and_self_contained(plan):
     for group in plan.nodes:
         assert group.name in text
     dots = [attributes for _, attributes in found.elements if attributes.get("class") == "dot"]
-    assert len(dots) == (2 if plan.proof else 0)  # the proposal and exact were trained to the end
-    assert ("not measured" in text) == (plan.proof is None)
+    assert len(dots) == (2 if plan.validation else 0)  # the proposal and exact were trained to the end
+    assert ("not measured" in text) == (plan.validation is None)
     assert ("runs the exact choice" in text) == bool(plan.exact_share)
     # The bars are to one scale, which the exact choice fills.
     widths = [float(w) for w in re.findall(r'<i style="width:([\d.]+)%', page)]
@@ -216,10 +218,10 @@ def test_page_is_well_formed_and_self_contained(plan):
 
 
 def test_dots_of_equal_time_and_loss_stay_inside():
-    plan = proved_plan()
-    assert plan.proof is not None
-    one = plan.proof.table[1]._replace(seconds=plan.seconds, loss=2.5125)
-    alike = plan._replace(proof=plan.proof._replace(table=(plan.proof.table[0], one)))
+    plan = validated_plan()
+    assert plan.validation is not None
+    one = plan.validation.table[1]._replace(seconds=plan.seconds, loss=2.5125)
+    alike = plan._replace(validation=plan.validation._replace(table=(plan.validation.table[0], one)))
     dots = [
         attributes for _, attributes in checked_page(format_page(alike)).elements if attributes.get("class") == "dot"
     ]
@@ -229,7 +231,7 @@ def test_dots_of_equal_time_and_loss_stay_inside():
 
 
 def test_the_command_shows_and_draws_it(tmp_path, capsys):
-    plan = proved_plan()
+    plan = validated_plan()
     plan.save(tmp_path / "plan.json")
     assert main(["show", str(tmp_path / "plan.json")]) == 0
     assert capsys.readouterr().out == f"{plan}\n"

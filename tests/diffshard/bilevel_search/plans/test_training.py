@@ -15,8 +15,8 @@ from diffshard.bilevel_search.objective import MaxLossIncrease
 from diffshard.bilevel_search.plans.base import Candidate
 from diffshard.bilevel_search.plans.plan import lossy_plan
 from diffshard.bilevel_search.plans.training import Training, TrainingState
-from diffshard.bilevel_search.proving import CandidatesData, prove
 from diffshard.bilevel_search.relaxation import best_of
+from diffshard.bilevel_search.validation_runs import CandidatesData, validate
 from search_spaces.communication.space import CommunicationSpace
 from search_spaces.numbered import NumberedSpace
 from tests.diffshard.bilevel_search.perturbed import ERRORS, SECONDS, Perturbed, batch_of, start
@@ -90,15 +90,15 @@ def test_the_plan_changes_numbers_and_a_schedule_does_so_late():
     assert late_losses[3] != exact_losses[3]
 
 
-def test_a_plan_trains_as_its_candidate_was_proved():
+def test_a_plan_trains_as_its_candidate_was_trained():
     space, (params, batch) = small_space(), arguments()
     data = CandidatesData(params, [batch] * 4, [batch], jax.random.key(3), rungs=(4,), num_candidates=1)
     candidate = Candidate("found", named_choice(space), 0.5)
-    proof = prove(space, [candidate], data, optimizer=OPTIMIZER, objective=MaxLossIncrease(1e9))
+    validation = validate(space, [candidate], data, optimizer=OPTIMIZER, objective=MaxLossIncrease(1e9))
     training = proposed_plan()._replace(exact_share=0.5).training(space, OPTIMIZER, num_steps=4)
     state, _ = _trained(training, jax.jit(training.step), 4)
     loss = space.loss(state.params, batch, named_choice(space), state.key, state.step)
-    (tried,) = (t for t in proof.table if t.name == "found")
+    (tried,) = (t for t in validation.table if t.name == "found")
     assert float(loss) == pytest.approx(tried.loss, rel=1e-5)
 
 

@@ -10,7 +10,7 @@ import diffshard
 from diffshard.bilevel_search.base import LossPrediction
 from diffshard.bilevel_search.objective import CostWeight, MaxLossIncrease
 from diffshard.bilevel_search.plans.base import Candidate
-from diffshard.bilevel_search.proving import prove
+from diffshard.bilevel_search.validation_runs import validate
 from tests.diffshard.bilevel_search.perturbed import ERRORS, SECONDS, Perturbed, batch_of, start
 
 KEY = jax.random.key(0)
@@ -42,33 +42,40 @@ def _trained(space: Perturbed, data, choices) -> float:
 def test_training_decides_and_equals_a_plain_loop(most: float):
     space, data = Perturbed(ERRORS, SECONDS), _data()
     candidates = [Candidate("rough", (1, 1)), Candidate("late", (1, 1), 0.5), Candidate("rougher", (2, 1))]
-    proof = prove(space, candidates, data, optimizer=optax.sgd(0.1), objective=MaxLossIncrease(most))
+    validation = validate(space, candidates, data, optimizer=optax.sgd(0.1), objective=MaxLossIncrease(most))
     exact = _trained(space, data, [(0, 0)] * 12)
-    assert proof.exact_losses[-1] == pytest.approx(exact, rel=1e-5)
-    tried = {t.name: t for t in proof.table}
-    assert proof.winner.name == ("exact" if most == 0.02 else "rougher")
-    assert proof.winner.loss == pytest.approx(_trained(space, data, [proof.winner.choice] * 12), rel=1e-5)
-    assert proof.winner.loss_increase == pytest.approx(proof.winner.loss - exact, abs=1e-6)
+    assert validation.exact_losses[-1] == pytest.approx(exact, rel=1e-5)
+    tried = {t.name: t for t in validation.table}
+    assert validation.winner.name == ("exact" if most == 0.02 else "rougher")
+    assert validation.winner.loss == pytest.approx(_trained(space, data, [validation.winner.choice] * 12), rel=1e-5)
+    assert validation.winner.loss_increase == pytest.approx(validation.winner.loss - exact, abs=1e-6)
     assert tried["late"].seconds == (5.0 + 2.5) / 2
-    assert proof.steps == 12 + sum(t.record.steps for t in proof.table if t.name != "exact")
-    assert {point.name for point in proof.points()} == {t.name for t in proof.table if len(t.record.scores) == 2}
-    assert diffshard.formats.pareto(proof.points()).front
-    assert len(str(proof).splitlines()) == 5
+    assert validation.steps == 12 + sum(t.record.steps for t in validation.table if t.name != "exact")
+    assert {point.name for point in validation.points()} == {
+        t.name for t in validation.table if len(t.record.scores) == 2
+    }
+    assert diffshard.formats.pareto(validation.points()).front
+    assert len(str(validation).splitlines()) == 5
 
 
 def test_candidates_that_end_early_are_compared_with_the_exact_choice_after_as_many_steps():
     space, data = Perturbed(ERRORS, SECONDS), _data()
     candidates = [Candidate("rough", (1, 0)), Candidate("rougher", (2, 0)), Candidate("roughest", (2, 1))]
-    proof = prove(space, candidates, data, optimizer=optax.sgd(0.1), objective=CostWeight(0.0))
+    validation = validate(space, candidates, data, optimizer=optax.sgd(0.1), objective=CostWeight(0.0))
     first, last = RUNGS[0], sum(RUNGS)
     early = _data(train_batches=data.train_batches[:first], rungs=(first,))
     exact = _trained(space, early, [(0, 0)] * first), _trained(space, data, [(0, 0)] * last)
-    assert proof.exact_losses == pytest.approx(exact, rel=1e-5)
+    assert validation.exact_losses == pytest.approx(exact, rel=1e-5)
     assert exact[0] > 1.5 * exact[1]  # or it would make no difference which of them is taken
-    assert {t.name: len(t.record.scores) for t in proof.table} == {"exact": 2, "rough": 2, "rougher": 2, "roughest": 1}
-    for tried in proof.table[:-1]:
+    assert {t.name: len(t.record.scores) for t in validation.table} == {
+        "exact": 2,
+        "rough": 2,
+        "rougher": 2,
+        "roughest": 1,
+    }
+    for tried in validation.table[:-1]:
         assert tried.loss_increase == pytest.approx(tried.loss - exact[1], abs=1e-6)
-    dropped = proof.table[-1]
+    dropped = validation.table[-1]
     assert dropped.loss == pytest.approx(_trained(space, early, [(2, 1)] * first), rel=1e-5)
     assert dropped.loss_increase == pytest.approx(dropped.loss - exact[0], abs=1e-6)
     assert dropped.record.scores == (pytest.approx(dropped.loss_increase),)
@@ -77,9 +84,9 @@ def test_candidates_that_end_early_are_compared_with_the_exact_choice_after_as_m
 def test_losses_of_several_trainings_are_means_over_orders_of_the_batches():
     space, data = Perturbed(ERRORS, SECONDS), _data(num_repeats=3)
     options = {"optimizer": optax.sgd(0.1), "objective": MaxLossIncrease(10.0)}
-    proof = prove(space, [Candidate("rough", (1, 1))], data, **options)
-    found = {tried.name: tried for tried in proof.table}
-    assert proof.steps == 3 * 2 * 12
+    validation = validate(space, [Candidate("rough", (1, 1))], data, **options)
+    found = {tried.name: tried for tried in validation.table}
+    assert validation.steps == 3 * 2 * 12
     for name, choice in [("rough", (1, 1)), ("exact", (0, 0))]:
         orders = [[*data.train_batches[4 * r :], *data.train_batches[: 4 * r]] for r in range(3)]
         losses = [_trained(space, _data(train_batches=order), [choice] * 12) for order in orders]
@@ -91,8 +98,8 @@ def test_losses_of_several_trainings_are_means_over_orders_of_the_batches():
 def test_a_schedule_runs_the_exact_choice_first():
     space, data = Perturbed(ERRORS, SECONDS), _data()
     late = [Candidate("late", (2, 1), 0.5)]
-    proof = prove(space, late, data, optimizer=optax.sgd(0.1), objective=MaxLossIncrease(10.0))
-    found = next(tried for tried in proof.table if tried.name == "late")
+    validation = validate(space, late, data, optimizer=optax.sgd(0.1), objective=MaxLossIncrease(10.0))
+    found = next(tried for tried in validation.table if tried.name == "late")
     assert found.loss == pytest.approx(_trained(space, data, [(0, 0)] * 6 + [(2, 1)] * 6), rel=1e-5)
 
 
@@ -100,10 +107,10 @@ def test_a_weight_of_the_cost_trades_one_for_the_other():
     """The exact choice costs 1, (2, 1) 0.4, for an increase of about 0.37."""
     space, candidates = Perturbed(ERRORS, SECONDS), [Candidate("rougher", (2, 1))]
     for weight, winner in [(0.1, "exact"), (3.0, "rougher")]:
-        proof = prove(space, candidates, _data(), optimizer=optax.sgd(0.1), objective=CostWeight(weight))
-        assert proof.winner.name == winner
-        assert proof.winner.record.scores[-1] == pytest.approx(
-            proof.winner.loss_increase + weight * proof.winner.seconds / 5.0, rel=1e-5
+        validation = validate(space, candidates, _data(), optimizer=optax.sgd(0.1), objective=CostWeight(weight))
+        assert validation.winner.name == winner
+        assert validation.winner.record.scores[-1] == pytest.approx(
+            validation.winner.loss_increase + weight * validation.winner.seconds / 5.0, rel=1e-5
         )
 
 
@@ -114,28 +121,31 @@ def test_predictions_that_are_ten_times_too_small_are_refined_by_what_was_measur
     low = LossPrediction(0.0, [0.1 * np.square(errors) / 2 for errors in space.errors])
     tenfold = [Candidate("found", (2, 1))]
     options = {"optimizer": optax.sgd(0.1), "objective": objective}
-    plain = prove(space, tenfold, data, **options)
-    proof = prove(space, tenfold, data, prediction=low, **options)
+    plain = validate(space, tenfold, data, **options)
+    validation = validate(space, tenfold, data, prediction=low, **options)
     assert not any("refined" in tried.name for tried in plain.table)
     every = {
-        (s, t): prove(space, [Candidate("it", (s, t))], data, **options) for s in range(3) for t in range(2) if s or t
+        (s, t): validate(space, [Candidate("it", (s, t))], data, **options)
+        for s in range(3)
+        for t in range(2)
+        if s or t
     }
     best = min(min(p.table, key=lambda tried: tried.record.scores[-1]).record.scores[-1] for p in every.values())
-    assert proof.winner.record.scores[-1] == best
-    assert proof.winner.name.startswith("refined, ")
-    assert proof.steps == sum(tried.record.steps for tried in proof.table)
+    assert validation.winner.record.scores[-1] == best
+    assert validation.winner.name.startswith("refined, ")
+    assert validation.steps == sum(tried.record.steps for tried in validation.table)
 
 
 @pytest.mark.parametrize("objective", [MaxLossIncrease(0.5), CostWeight(3.0)])
 def test_candidates_that_diverge_lose_to_the_exact_choice_which_may_not_diverge_itself(objective):
     space, candidates = Perturbed([[0.0, 1e30]], [[2.0, 1.0]]), [Candidate("rough", (1,))]
-    proof = prove(space, candidates, _data(), optimizer=optax.sgd(0.1), objective=objective)
-    assert proof.winner.name == "exact"
-    assert proof.winner.loss_increase == 0.0
+    validation = validate(space, candidates, _data(), optimizer=optax.sgd(0.1), objective=objective)
+    assert validation.winner.name == "exact"
+    assert validation.winner.loss_increase == 0.0
     inputs, targets = batch_of(0)
     data = _data(test_batches=[(inputs, targets * jnp.nan)])
     with pytest.raises(ValueError, match="the exact choice's loss is nan after 4 steps"):
-        prove(space, candidates, data, optimizer=optax.sgd(0.1), objective=objective)
+        validate(space, candidates, data, optimizer=optax.sgd(0.1), objective=objective)
 
 
 def test_finish_with_data_returns_the_winner_with_its_table():
@@ -145,13 +155,13 @@ def test_finish_with_data_returns_the_winner_with_its_table():
     for step in range(3):
         state, _ = search.update(state, batch_of(2 * step), batch_of(2 * step + 1))
     plan, params = search.finish(state, candidates_data=_data(num_candidates=6))
-    assert plan.proof is not None
-    assert plan.choice == plan.proof.winner.choice
-    assert plan.loss_increase == pytest.approx(plan.proof.winner.loss_increase)
+    assert plan.validation is not None
+    assert plan.choice == plan.validation.winner.choice
+    assert plan.loss_increase == pytest.approx(plan.validation.winner.loss_increase)
     assert plan.loss_increase <= 0.5
-    last = [tried for tried in plan.proof.table if len(tried.record.scores) == 2 and tried.loss_increase <= 0.5]
+    last = [tried for tried in plan.validation.table if len(tried.record.scores) == 2 and tried.loss_increase <= 0.5]
     assert plan.seconds == min(tried.seconds for tried in last) < 5.0
-    assert len(plan.proof.table) == 7
+    assert len(plan.validation.table) == 7
     assert jnp.all(params["w"] == state.params["w"])
 
 

@@ -14,7 +14,7 @@ from cost.evaluation import Evaluator
 from diffshard.bilevel_search.base import BilevelState, LossPrediction, Objective
 from diffshard.bilevel_search.candidates import refined_candidates
 from diffshard.bilevel_search.inputs import as_whole, batch_shapes, check_key, check_known, shapes_of
-from diffshard.bilevel_search.plans.base import Candidate, Measurement, Proof, TrainedCandidate
+from diffshard.bilevel_search.plans.base import Candidate, Measurement, TrainedCandidate, ValidationRuns
 from diffshard.bilevel_search.plans.training import TrainingState, gradients_of, next_state
 from diffshard.successive_halving import HalvingRecord, check_rungs, each, halving
 from search_spaces.base import Batch, Choice, LossySpace, Params
@@ -91,7 +91,7 @@ def check_data(data: CandidatesData, state: BilevelState, known_shapes: Sequence
             check_known(f"{name}[{i}]", batch_shapes(f"{name}[{i}]", batch), known_shapes)
 
 
-def prove(
+def validate(
     space: LossySpace,
     candidates: Sequence[Candidate],
     data: CandidatesData,
@@ -99,7 +99,7 @@ def prove(
     optimizer: optax.GradientTransformation,
     objective: Objective,
     prediction: LossPrediction | None = None,
-) -> Proof:
+) -> ValidationRuns:
     """Trains the exact choice and the candidates, then what measurements make of the predictions; the best one wins.
 
     The exact choice goes through all rungs, candidates by successive halving. After it the predictions are calibrated
@@ -133,7 +133,7 @@ def prove(
         [trials.trained_exact_candidate(), *trained_candidates],
         key=lambda t: (-len(t.record.scores), t.record.scores[-1]),
     )
-    return Proof(tuple(table), trials.exact.losses, data.num_repeats * sum(t.record.steps for t in table))
+    return ValidationRuns(tuple(table), trials.exact.losses, data.num_repeats * sum(t.record.steps for t in table))
 
 
 class _CandidateTraining(NamedTuple):
