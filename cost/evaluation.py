@@ -17,6 +17,7 @@ import numpy as np
 from cost.base import Evaluation, Problem, edge_ends, is_forbidden, load_groups, num_memory_devices, num_strategies
 from cost.edges import distinct_arrays
 from cost.memory import memory_profile, numbered_times, sum_error
+from cost.real_numbers import as_array
 
 _LEAST_EXCESS = float(np.finfo(float).tiny)
 """What an excess is at least: the difference of large numbers may be rounded to 0."""
@@ -224,10 +225,7 @@ def _plain(amounts: np.ndarray) -> np.ndarray:
 
 
 def _checked_choice(sizes: np.ndarray, choice: Sequence[int] | np.ndarray, name: str = "choice") -> np.ndarray:
-    try:
-        choice = np.asarray(choice)
-    except ValueError:  # of lists of several lengths
-        choice = np.asarray(choice, object)
+    choice = as_array(choice)
     if choice.shape != sizes.shape or (not np.issubdtype(choice.dtype, np.integer) and choice.size):
         raise ValueError(
             f"`{name}` must be {len(sizes)} integers, one for each node; got {choice.dtype} {choice.shape}."

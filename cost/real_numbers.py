@@ -13,6 +13,8 @@ import sys
 from numbers import Integral, Real
 from typing import Annotated, Any, NamedTuple, get_args
 
+import numpy as np
+
 
 def real_number(value: Any) -> float | None:
     """Returns a value as a float, None if it is no real number; what is too large for a float is infinite.
@@ -27,6 +29,19 @@ def real_number(value: Any) -> float | None:
 def whole_number(value: Any) -> int | None:
     """Returns a value as an integer, None if it is no whole number of Python or NumPy; truth values are none."""
     return None if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
+
+
+def as_array(value: Any) -> np.ndarray:
+    """Returns what a user gives as an array; lists of several lengths become one of objects, which are no numbers."""
+    try:
+        return np.asarray(value)
+    except ValueError:
+        return np.asarray(value, object)
+
+
+def is_real(array: np.ndarray) -> bool:
+    """Returns whether an array holds integers or real floats."""
+    return bool(np.issubdtype(array.dtype, np.number)) and not np.iscomplexobj(array)
 
 
 def as_float(number: Any) -> float:

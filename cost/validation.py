@@ -7,7 +7,7 @@ import numpy as np
 from cost.base import FORBIDDEN, Problem, edge_ends, is_forbidden, num_loads, num_strategies
 from cost.edges import distinct_arrays, first_positions
 from cost.quantities import LiveMemory, Quantities, Quantity
-from cost.real_numbers import Count, checked_number
+from cost.real_numbers import Count, as_array, checked_number, is_real
 
 _LARGEST_USAGE = 1e100
 """Sums of usages up to this one stay finite in float64, however many there are."""
@@ -105,7 +105,7 @@ def _check_edges(problem: Problem, sizes: np.ndarray) -> None:
 
 
 def _check_usages(problem: Problem, sizes: np.ndarray) -> None:
-    limit = np.asarray(problem.memory_limit)
+    limit = as_array(problem.memory_limit)
     if not is_real(limit) or limit.ndim > 1 or not limit.size or np.isnan(limit).any() or (limit < 0).any():
         raise ValueError(
             f"`memory_limit` must be a number or `[D]`, not negative, got {problem.memory_limit!r}; "
@@ -236,11 +236,6 @@ def check_is_list(arrays: Sequence[np.ndarray], name: str) -> None:
         raise ValueError(
             f"{name} must be a list of NumPy arrays, got {type(arrays).__name__}; write `[np.array(...), ...]`."
         )
-
-
-def is_real(array: np.ndarray) -> bool:
-    """Returns whether an array holds integers or real floats."""
-    return bool(np.issubdtype(array.dtype, np.number)) and not np.iscomplexobj(array)
 
 
 def _check_array(array: np.ndarray, name: str) -> None:

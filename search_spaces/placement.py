@@ -24,7 +24,7 @@ import numpy as np
 
 from cost.base import Problem
 from cost.evaluation import checked_choice, chosen_costs, exact_sum
-from cost.validation import is_real
+from cost.real_numbers import as_array, is_real
 from search_spaces.base import Part
 
 
@@ -238,7 +238,7 @@ def _checked_transfer(transfer: np.ndarray | Sequence) -> np.ndarray:
 
 
 def _checked_numbers(numbers: np.ndarray | Sequence | float, name: str) -> np.ndarray:
-    array = np.asarray(numbers)
+    array = as_array(numbers)
     if not is_real(array) or np.isnan(array).any() or (array < 0).any():
         raise ValueError(f"`{name}` must be numbers that are not negative or NaN, got {array.tolist()}.")
     return array.astype(float)

@@ -24,7 +24,8 @@ from cost.base import FORBIDDEN, Evaluation, Problem, is_forbidden, load_groups,
 from cost.edges import distinct_arrays
 from cost.evaluation import Evaluator, checked_choice
 from cost.memory import LARGEST_EXACT_FLOAT, are_whole, least_memory, usage_error, usage_tables
-from cost.validation import is_real, validate, with_finite_loads
+from cost.real_numbers import is_real
+from cost.validation import validate, with_finite_loads
 from diffshard.base import OPTIMAL_GAP, Deadline, InfeasibleError, Progress, Proposal, Solution, Solver
 from diffshard.solving.form import Reduction, identity
 from diffshard.solving.presolve.pipeline import presolve

@@ -21,7 +21,7 @@ import numpy as np
 from cost.base import Problem, num_strategies
 from cost.evaluation import checked_choice, evaluate
 from cost.quantities import with_weights
-from cost.real_numbers import AmountOrInf, Limit, checked_number, real_number, whole_number
+from cost.real_numbers import AmountOrInf, Limit, as_array, checked_number, is_real, real_number, whole_number
 from cost.validation import validate, validate_quantities, with_finite_loads
 from diffshard.base import OPTIMAL_GAP, Deadline, Progress, Solution, Solver
 from diffshard.public_names import did_you_mean
@@ -267,9 +267,11 @@ def _check_objective(objective: Objective | None, problem: Problem) -> None:
 
 
 def _check_tied(problem: Problem, tied: np.ndarray) -> None:
-    sizes, tied = num_strategies(problem), np.asarray(tied)
-    if tied.shape != sizes.shape:
-        raise ValueError(f"`tied` must have one number for each of the {len(sizes)} nodes, got shape {tied.shape}.")
+    sizes, tied = num_strategies(problem), as_array(tied)
+    if tied.shape != sizes.shape or not is_real(tied):
+        raise ValueError(
+            f"`tied` must have one number for each of the {len(sizes)} nodes, got {tied.dtype} of shape {tied.shape}."
+        )
     _, first, number = np.unique(tied, return_index=True, return_inverse=True)
     wrong = np.flatnonzero(sizes != sizes[first][number])
     if wrong.size:

@@ -143,6 +143,7 @@ def test_weight_on_a_forbidden_entry_is_infinite_with_a_finite_gradient():
         ({"memory_limit": "8"}, "`memory_limit` must be.*got '8'"),
         ({"memory_limit": None}, "`memory_limit` must be.*got None"),
         ({"node_cost": [np.float64(1), *SMALL.node_cost[1:]]}, r"`node_cost\[0\]` must have shape \(strategies,\)"),
+        ({"memory_limit": [1, [2]]}, r"`memory_limit` must be a number or `\[D\]`, not negative, got \[1, \[2\]\]"),
         ({"memory_limit": np.zeros(0)}, r"`memory_limit` must be a number or `\[D\]`.*`np.inf` is no limit"),
         ({"load": [np.zeros(3)] * 5}, r"`load\[0\]` must have shape \(3, loads\), got \(3,\)"),
         ({"amount": [np.zeros(3)] * 5}, r"`amount\[0\]` must have shape \(3, amounts\), got \(3,\)"),

@@ -147,6 +147,7 @@ def test_device_memory_is_kept():
         ((np.ones((6, 2)), TRANSFER), {}, r"`layer_times` must be `\[L\]` or `\[L, 3\]`"),
         (([], TRANSFER), {}, "`layer_times` must be"),
         (([1.0, -1.0], TRANSFER), {}, "`layer_times` must be numbers that are not negative"),
+        (([3.0, [3.0]], TRANSFER), {}, r"`layer_times` must be numbers .*, got \[3.0, \[3.0\]\]"),
         ((["3"], [[0]]), {}, r"`layer_times` must be numbers .*, got \['3'\]"),
         (([3.0], [["0"]]), {}, r"`transfer` must be numbers .*, got \[\['0'\]\]"),
         ((TIMES, TRANSFER), {"layer_bytes": [1]}, "`layer_bytes` must have one number for each of 6 layers"),

@@ -163,7 +163,7 @@ def test_tied_nodes_must_have_equally_many_strategies():
     problem = Problem([np.zeros(2), np.zeros(3)], np.zeros((0, 2), int), [])
     with pytest.raises(ValueError, match=r"`tied` ties nodes 0 and 1, which have 2 and 3 strategies"):
         solve(problem, tied=np.zeros(2, int))
-    with pytest.raises(ValueError, match=r"`tied` must have one number for each of the 2 nodes, got shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"`tied` must have one number for each of the 2 nodes, got .* shape \(3,\)"):
         solve(problem, tied=np.zeros(3, int))
 
 

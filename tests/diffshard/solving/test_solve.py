@@ -47,6 +47,7 @@ def test_unknown_solvers_are_refused_with_those_that_exist():
         ({"key": "x"}, "`key` must be a seed below 2\\^63, a JAX random key or None, got 'x'"),
         ({"time_limit_s": "3"}, "`time_limit_s` must be a positive number of seconds or None, not '3'"),
         ({"stop_gap": math.nan}, "`stop_gap` must be a number, zero or more, not nan"),
+        ({"tied": [0, [1]]}, r"`tied` must have one number for each of the 2 nodes, got object of shape"),
         ({"start": [0, 9]}, "`start` takes strategy 9 of node 1, which has 2 strategies, 0 to 1"),
         ({"start": [0, 9], "tied": np.arange(2)}, "`start` takes strategy 9 of node 1"),
     ],
