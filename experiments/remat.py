@@ -9,7 +9,7 @@ again; with `check="compile"` ("checked") the limit holds for XLA's plan of the 
 arrays for the backward pass in it, whatever the loss says, where the limit asks for that. "state" lets the optimiser's
 moments be in the host's memory (`search(..., state="offload")`), "ordinary" only splits arrays. Experts put
 `jax.checkpoint` around each layer, and let the ordinary search split the arrays. All plans are compiled for H100s that
-need not be there (`pip install 'diffshard[gpu-compile]'`). XLA's plan of the memory is set beside the predicted peak,
+need not be there (`pip install '.[gpu-compile]'`). XLA's plan of the memory is set beside the predicted peak,
 its timeline beside the predicted step.
 """
 

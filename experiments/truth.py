@@ -2,7 +2,7 @@
 
     python -m experiments.truth [--target h100|host] [--models gpt moe] [--meshes 8 2x4] [--hardware h100 dear]
 
-The target h100 compiles for H100s that need not be there (`pip install 'diffshard[gpu-compile]'`). Reduce-scatters,
+The target h100 compiles for H100s that need not be there (`pip install '.[gpu-compile]'`). Reduce-scatters,
 rematerialisation and memory are judged there; host devices are for rough counts. With the preset of an H100, plans of
 models of this size are mostly data parallel. So each model is also planned for hardware with slow arithmetic, where
 plans split operations in several ways.

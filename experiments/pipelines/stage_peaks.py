@@ -3,7 +3,7 @@
     python -m experiments.pipelines.stage_peaks [--models mlp gpt ...] [--stages 2 4] [--schedule 1f1b] [--programs]
 
 Each model is cut into stages of about as many layers, on two or four parts of a host of eight H100s that need not be
-there (`pip install 'diffshard[gpu-compile]'`). The peak that the search predicts for a stage stands beside the one that
+there (`pip install '.[gpu-compile]'`). The peak that the search predicts for a stage stands beside the one that
 `experiments.pipelines.stage_memory` finds: XLA's bytes of each compiled program, and the arrays between programs.
 """
 
