@@ -112,7 +112,7 @@ class Execution:
         assert vertex.equation is not None
         strategy = self.layout.strategies[vertex.index]
         on_parts = runs_on_parts(vertex)
-        if on_parts and is_replicated(vertex, strategy, self.axis_sizes):  # in a plan of an older version
+        if on_parts and is_replicated(vertex, strategy, self.axis_sizes):  # in a plan that was edited
             return bind(vertex.equation, [read(o, replicated_spec(rank_of(o))) for o in vertex.operands])
         operands = [read(operand, spec) for operand, spec in zip(vertex.operands, strategy.operands, strict=True)]
         return self._on_parts(vertex, operands) if on_parts else bind(vertex.equation, operands)

@@ -253,7 +253,7 @@ class _Summands(NamedTuple):
 
 
 class _Mixed:
-    """`interpreter.Arrays` on one device."""
+    """`executor.Arrays` on one device."""
 
     def __init__(
         self,
