@@ -346,10 +346,6 @@ def _shard_map(equation: core.JaxprEqn) -> float:
     return jaxpr_flops(equation.params["jaxpr"]) * math.prod(mesh.shape[axis] for axis in manual)
 
 
-def _pallas_call(equation: core.JaxprEqn) -> float:
-    return pallas_flops(equation, equation_flops)
-
-
 def _kernel(equation: core.JaxprEqn) -> float:
     """Asks a kernel of `diffshard.kernel`, which knows its own price."""
     return equation.params["kernel"].work([v.aval for v in equation.invars]).flops
@@ -376,7 +372,7 @@ _SPECIAL: dict[str, Callable[[core.JaxprEqn], float]] = {
     "custom_jvp_call": _call_of_rule,
     "custom_vjp_call": _call_of_rule,
     "shard_map": _shard_map,
-    "pallas_call": _pallas_call,
+    "pallas_call": lambda equation: pallas_flops(equation, equation_flops),
     "kernel": _kernel,
 }
 

@@ -70,7 +70,7 @@ def to_csr(problem: Problem) -> CSRProblem:
     order = np.argsort(source, kind="stable")
     position = np.empty_like(order)
     position[order] = np.arange(len(order))
-    usage, interval, base, limit = _memory(problem, sizes, start)
+    usage, interval, base, limit = _memory(problem, start)
     load = [np.asarray(rows, float) for rows in problem.load]
     groups = load_groups(problem)
     return CSRProblem(
@@ -118,9 +118,7 @@ def _matrices(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([forward, backward]), np.concatenate([np.zeros(0), *entries])
 
 
-def _memory(
-    problem: Problem, sizes: np.ndarray, start: np.ndarray
-) -> tuple[scipy.sparse.csr_array, np.ndarray, np.ndarray, np.ndarray]:
+def _memory(problem: Problem, start: np.ndarray) -> tuple[scipy.sparse.csr_array, np.ndarray, np.ndarray, np.ndarray]:
     """Returns `usage`, `interval`, `base` and `limit` of a `CSRProblem`; without a limit both are empty."""
     limit = np.atleast_1d(np.asarray(problem.memory_limit, float))
     tables = usage_tables(problem)

@@ -68,18 +68,12 @@ class NodeForm(NamedTuple):
         """Returns a solution of `problem` as one of the given problem."""
         choice = found.choice[: len(self.given.node_cost)]
         evaluation = evaluate(self.given, choice)
+        here = found._replace(choice=choice, cost=evaluation.cost)
         if evaluation.feasible == found.feasible:
-            return found._replace(choice=choice, cost=evaluation.cost)
+            return here
         status = "finished" if found.status == "optimal" else found.status  # only rounding makes the difference
         gap = math.inf if found.feasible else found.gap
-        return found._replace(
-            choice=choice,
-            cost=evaluation.cost,
-            feasible=evaluation.feasible,
-            excess=evaluation.excess,
-            gap=gap,
-            status=status,
-        )
+        return here._replace(feasible=evaluation.feasible, excess=evaluation.excess, gap=gap, status=status)
 
     def tied(self, tied: np.ndarray) -> np.ndarray:
         """Returns `[V + P]` numbers, equal for nodes of equal numbers `[V]`; no two edges are tied."""

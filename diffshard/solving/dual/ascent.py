@@ -19,7 +19,8 @@ import copy
 import heapq
 import itertools
 import math
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -85,20 +86,9 @@ def credit(csr: CSRProblem, prices: Prices) -> float:
     return float((prices.memory[:, has_limit] * excess).sum()) if prices.memory.any() else 0.0
 
 
-class PriceStep(Protocol):
-    """How prices answer to a relaxed choice."""
-
-    def __call__(
-        self, csr: CSRProblem, prices: Prices, weights: np.ndarray, bound_size: float, progress: float
-    ) -> Prices:
-        """Returns the next prices.
-
-        Args:
-          weights: `[N]` the relaxed choice.
-          bound_size: a size of the bound, positive.
-          progress: of the ascent, 0 to 1.
-        """
-        ...
+PriceStep = Callable[[CSRProblem, Prices, np.ndarray, float, float], Prices]
+"""How prices answer to a relaxed choice: `step(csr, prices, weights, bound_size, progress)` returns the next ones, from
+weights `[N]`, a size of the bound, which is positive, and the progress of the ascent, 0 to 1."""
 
 
 def step_along_excess(

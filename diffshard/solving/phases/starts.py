@@ -111,15 +111,9 @@ class AscentPhase(Protocol):
         ...
 
 
-class Phase(Protocol):
-    """What improves the choice of a search."""
-
-    def __call__(self, search: Search) -> Iterator[float]:
-        """Improves `search.polish`, and yields a lower bound, or `NO_BOUND`, after each move.
-
-        A phase yields often, since the search looks at the clock between two yields.
-        """
-        ...
+Phase = Callable[[Search], Iterator[float]]
+"""What improves the choice of a search, `search.polish`: it yields a lower bound, or `NO_BOUND`, after each move. It
+yields often, since the search looks at the clock between two yields."""
 
 
 @dataclass(frozen=True)

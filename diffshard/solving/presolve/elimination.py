@@ -213,7 +213,7 @@ class _Graph:
             self.cost[0], self.strategies[0] = np.zeros(1), self.strategies[0][:1]
         number = {v: i for i, v in enumerate(remaining)}
         pairs = [(u, v) for u in remaining for v in self.neighbours[u] if u < v]
-        usage_node, usage = self._usages(remaining)
+        usage_node, usage = self._usages(number)
         problem = self.problem._replace(
             node_cost=[self.cost[v] for v in remaining],
             edge_nodes=np.array([(number[u], number[v]) for u, v in pairs], np.int64).reshape(-1, 2),
@@ -224,14 +224,13 @@ class _Graph:
         )
         return Reduction(problem, self.constant, self._expansion(remaining))
 
-    def _usages(self, remaining: list[int]) -> tuple[np.ndarray, list[np.ndarray]]:
+    def _usages(self, number: dict[int, int]) -> tuple[np.ndarray, list[np.ndarray]]:
         """Returns the nodes and the tables of all usages; those of eliminated nodes are constant and go to node 0."""
-        number = {v: i for i, v in enumerate(remaining)}
-        nodes, tables = [], []
+        first, nodes, tables = next(iter(number), 0), [], []
         for v, usage in zip(np.asarray(self.problem.usage_node).tolist(), self.problem.usage, strict=True):
             table = self._memo(_rows, usage, parameter=self.strategies[v])
             if v not in number:
-                table = np.repeat(table[:1], len(self.cost[remaining[0]]), axis=0)
+                table = np.repeat(table[:1], len(self.cost[first]), axis=0)
             nodes.append(number.get(v, 0))
             tables.append(table)
         return np.array(nodes, np.int64), tables

@@ -184,7 +184,7 @@ def _programme(
     lower, upper = np.append(lower, np.zeros(len(limit))), np.append(upper, np.full(len(limit), np.inf))
     cost, column_upper = np.append(cost, np.zeros(len(limit))), np.append(column_upper, limit)
     column_lower = np.zeros(len(cost))
-    load_rows, load_room = _loads(load, room, group, sizes, starts, len(cost))
+    load_rows, load_room = _loads(load, room, group, starts, len(cost))
     if len(load_room):  # last columns that are at least every load of a group
         blocks.append(load_rows)
         num_groups = group.max() + 1
@@ -197,7 +197,7 @@ def _programme(
 
 
 def _loads(
-    load: np.ndarray, room: np.ndarray, group: np.ndarray, sizes: np.ndarray, starts: np.ndarray, columns: int
+    load: np.ndarray, room: np.ndarray, group: np.ndarray, starts: np.ndarray, columns: int
 ) -> tuple[Any, np.ndarray]:
     """Returns the rows Σ L x - z <= room of the loads that can be the largest of their groups, and their room."""
     if not load.shape[1]:

@@ -95,7 +95,6 @@ class _Beam:
         self._csr, self._order = csr, order
         rank = np.empty_like(order)
         rank[order] = np.arange(len(order))
-        self._rank = rank
         self._least_entry = least_entries(csr)
         rows = csr.sizes[csr.source]
         self._begin = np.cumsum(rows) - rows
