@@ -29,7 +29,7 @@ def test_abstract_mesh_plans_and_says_that_it_cannot_run():
 @pytest.mark.parametrize(
     ("text", "message"),
     [("{", "not JSON"), ("[]", "format"), ('{"format": "diffshard plan", "version": 99}', "version 99"),
-     ('{"format": "diffshard plan", "version": 3}', "damaged")],
+     ('{"format": "diffshard plan", "version": 4}', "damaged")],
 )  # fmt: skip
 def test_foreign_files_are_refused(tmp_path, text, message):
     (tmp_path / "plan.json").write_text(text)
