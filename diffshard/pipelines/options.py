@@ -16,10 +16,10 @@ from cost.clusters import Cluster, Hosts, Submesh
 from cost.presets import device_and_network
 from cost.real_numbers import Limit, checked_number, whole_number
 from diffshard.base import Deadline, Solver
+from diffshard.host_memory import check_host_memory
 from diffshard.live_progress import LiveLine, ProgressDisplay
 from diffshard.pipelines.base import Pipeline
 from diffshard.pipelines.plans.base import ArgumentRoles, PipelinePlanData, ResidualUse
-from diffshard.pipelines.stage_calls import HOST_MEMORY
 from diffshard.plans.base import Executor, LogicalAxisRules
 from diffshard.plans.formats import format_count, format_s
 from diffshard.sharding_search.call import are_arrays, split
@@ -121,7 +121,9 @@ def pipeline_options(
     )
     batch, cluster = pipeline.batch, checked_cluster(devices, hardware)
     if "offload" in pipeline.residuals:
-        _check_offload(cluster)
+        hardware = [hosts.device for hosts in cluster.kinds]
+        devices = [device for kind in cluster.devices for host in kind for device in host]
+        check_host_memory('`Pipeline.residuals` has "offload"', hardware, devices, 'Leave "offload" out.')
     return PipelineOptions(
         fn=fn,
         cluster=cluster,
@@ -245,23 +247,6 @@ def with_remat(pipeline: Pipeline, remat: Remat | None) -> Pipeline:
         return pipeline
     more: tuple[ResidualUse, ...] = ("recompute",) if remat == "search" else ("recompute", "offload")
     return replace(pipeline, residuals=tuple(dict.fromkeys((*pipeline.residuals, *more))))
-
-
-def _check_offload(cluster: Cluster) -> None:
-    """Raises `ValueError` if residuals cannot be offloaded on a cluster: names the devices, and says what to do."""
-    for hosts in cluster.kinds:
-        if hosts.device.host_memory_bytes_per_s is None:
-            raise ValueError(
-                f'`Pipeline.residuals` has "offload", but the hardware {hosts.name!r} does not say how fast its '
-                "devices copy to memory of their host. Give a `Hardware` with `host_memory_bytes_per_s`."
-            )
-    for device in [device for kind in cluster.devices for host in kind for device in host]:
-        kinds = {memory.kind for memory in device.addressable_memories()}  # none of a device that is only described
-        if kinds and HOST_MEMORY not in kinds:
-            raise ValueError(
-                f'`Pipeline.residuals` has "offload", but {device} has no pinned memory of its host, only '
-                f'{sorted(kinds)}. Leave "offload" out.'
-            )
 
 
 SEARCH_SHARE = 0.6

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from diffshard.host_memory import HOST_MEMORY
 from diffshard.pipelines.copies import transfer_shardings
 from search_spaces.pipelines.batch_states import Split
 from search_spaces.pipelines.microbatches import combined_with, merged, neutral
@@ -24,8 +25,6 @@ from search_spaces.pipelines.stage_programs import StagedStep, StageProgram
 
 ShardingOf = Callable[[int, Key], NamedSharding | None]
 """`sharding_of(stage, key)`: how a stage stores an array, on its sub-mesh; None replicates it."""
-HOST_MEMORY = "pinned_host"
-"""JAX's name of memory of the host that devices copy to and from by themselves."""
 FunctionOf = Callable[[StageProgram], Callable[..., Sequence[Any]]]
 """`function_of(program)`: a traceable function of the arrays `program.reads` that returns those of `program.makes`."""
 

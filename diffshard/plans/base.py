@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cost.base import Hardware
 from cost.real_numbers import Amount, AnyNumber, Count, FiniteNumber, Index, Limit, LowerBound
+from diffshard.host_memory import HOST_MEMORY
 from diffshard.plans.comparison import Comparison
 from diffshard.plans.number_formats import DelayedScale, PlannedFormats
 from diffshard.plans.plan_record import Certified, History
@@ -34,10 +35,6 @@ LogicalAxes = tuple[str | tuple[str, ...] | None, ...]
 
 LogicalAxisRules = tuple[tuple[str, tuple[str, ...]], ...]
 """Pairs of a logical axis, as flax's names for dimensions, and the mesh axes that split it; empty for none."""
-
-
-HOST_MEMORY = "pinned_host"
-"""JAX's name for the host's memory from which devices copy."""
 
 
 @dataclass(frozen=True)

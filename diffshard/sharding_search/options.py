@@ -13,8 +13,9 @@ from cost.base import Hardware
 from cost.presets import hardware_of, preset_of_mesh
 from cost.real_numbers import Limit, checked_number, whole_number
 from diffshard.base import Deadline, Solver, checked_mesh
+from diffshard.host_memory import check_host_memory
 from diffshard.live_progress import ProgressDisplay
-from diffshard.plans.base import HOST_MEMORY, Executor, LogicalAxisRules, PlanData
+from diffshard.plans.base import Executor, LogicalAxisRules, PlanData
 from diffshard.sharding_search.mesh_candidates import LevelNames, MeshCandidate
 from diffshard.sharding_search.number_formats import Formats, check_formats
 from diffshard.sharding_search.step_objective import StepCost
@@ -301,19 +302,8 @@ def _check_objective(objective: Any) -> None:
 
 
 def _check_offload(option: str, hardware: Hardware, mesh: Mesh | AbstractMesh, advice: str) -> None:
-    if hardware.host_memory_bytes_per_s is None:
-        raise ValueError(
-            f'`{option}` is "offload", but `hardware` {hardware.name!r} does not say how fast its devices copy to '
-            "memory of their host. Give a `Hardware` with `host_memory_bytes_per_s`."
-        )
     devices = mesh.devices.flat if isinstance(mesh, Mesh) else ()
-    for device in devices:
-        kinds = {memory.kind for memory in device.addressable_memories()}  # none of a device that is only described
-        if kinds and HOST_MEMORY not in kinds:
-            raise ValueError(
-                f'`{option}` is "offload", but {device} has no pinned memory of its host, only {sorted(kinds)}. '
-                f"{advice}"
-            )
+    check_host_memory(f'`{option}` is "offload"', (hardware,), devices, advice)
 
 
 def _check_start(start: Any) -> None:

@@ -13,26 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import compute_on as _compute_on
-from jax.sharding import Mesh
 
-HOST_MEMORY = "pinned_host"
-"""JAX's name of memory of the host that devices copy to and from by themselves."""
 CHUNK_ROWS = 8192
 """Rows that are copied at a time: some megabytes, so that starting a copy takes little beside it; chosen by hand."""
 _compute: Any = (
     getattr(_compute_on, "compute_on2", None) or _compute_on.compute_on
 )  # its name until JAX 0.10, and from 0.11 on
-
-
-def check_host_memory(mesh: Any) -> None:
-    """Checks that all devices of a mesh have pinned memory of their hosts; an abstract mesh passes."""
-    for device in mesh.devices.flat if isinstance(mesh, Mesh) else ():
-        kinds = {memory.kind for memory in device.addressable_memories()}  # none of a device that is only described
-        if kinds and HOST_MEMORY not in kinds:
-            raise ValueError(
-                f"`host_memory_limit_bytes` is given, but {device} has no pinned memory of its host, only "
-                f"{sorted(kinds)}. Leave it out, so that all rows are in memory of the devices."
-            )
 
 
 @jax.custom_jvp

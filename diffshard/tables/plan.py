@@ -16,13 +16,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from diffshard.base import PlanError, checked_mesh
+from diffshard.host_memory import HOST_MEMORY
 from diffshard.plans.documents import TABLES, RecordFile
 from diffshard.plans.plan_record import PlanRecord
 from diffshard.sharding_search.options import with_automatic_axes
 from diffshard.tables import checks
 from diffshard.tables.arrays import TableArrays, random_hosts, shapes_of, to_numbers, to_tables
 from diffshard.tables.each_host import EachHostPrograms
-from diffshard.tables.host_rows import HOST_MEMORY
 from diffshard.tables.layout import check_fits
 from diffshard.tables.plan_data import TablePlanData, axes_across, check_table_plan, format_table_plan
 from diffshard.tables.programs import DevicePrograms

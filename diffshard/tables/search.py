@@ -17,13 +17,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from cost.base import Hardware
 from cost.real_numbers import Amount, Count, Index, Limit, checked_number
 from diffshard.base import InfeasibleError, PlanError, Solution
+from diffshard.host_memory import check_host_memory
 from diffshard.plans.formats import format_bytes
 from diffshard.plans.plan_record import History
 from diffshard.processes import errors_for_all, processes_of
 from diffshard.sharding_search.options import hardware_for
 from diffshard.solving.solve import SolveOptions, checked_solve_options
 from diffshard.tables import learned_annealing
-from diffshard.tables.host_rows import check_host_memory
 from diffshard.tables.hot_rows import TableStatistics, needed_orders
 from diffshard.tables.layout import check_counts, layout_of
 from diffshard.tables.learned_cost import LearnedTableCost
@@ -269,13 +269,9 @@ def _devices(
         limits = _limits("memory_limit_bytes", memory_limit_bytes, mesh.size)
     host_limits = _limits("host_memory_limit_bytes", host_limit_bytes, mesh.size)
     if host_limits:
-        check_host_memory(mesh)
-        for one in all_hardware:
-            if one.host_memory_bytes_per_s is None:
-                raise ValueError(
-                    f"`host_memory_limit_bytes` is given, but `hardware` {one.name!r} does not say how fast its "
-                    "devices copy from memory of their host. Give a `Hardware` with `host_memory_bytes_per_s`."
-                )
+        devices = mesh.devices.flat if isinstance(mesh, Mesh) else ()
+        advice = "Leave it out, so that all rows are in memory of the devices."
+        check_host_memory("`host_memory_limit_bytes` is given", all_hardware, devices, advice)
     return devices_of_mesh(mesh, all_hardware, tuple(map(float, limits)), number, tuple(host_limits))
 
 

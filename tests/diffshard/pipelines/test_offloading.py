@@ -7,9 +7,9 @@ import pytest
 
 import diffshard
 from cost.base import Link
+from diffshard.host_memory import HOST_MEMORY
 from diffshard.pipelines.execution import StagedExecution
 from diffshard.pipelines.plans.consistency import from_json, to_json
-from diffshard.pipelines.stage_calls import HOST_MEMORY
 from experiments.pipelines.stage_memory import stage_memory
 from search_spaces.pipelines.residuals import can_be_offloaded, residuals_of, with_offloaded
 from search_spaces.pipelines.stage_labels import Label

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 import diffshard
 from cost.embedding_tables import step_s
 from diffshard import InfeasibleError, PlanError
-from diffshard.tables import EmbeddingTable, TablePlan, host_rows, shard_tables
+from diffshard.tables import EmbeddingTable, TablePlan, shard_tables
 from diffshard.tables.solving import solve_space
 from search_spaces.embedding_tables.base import EVERY_DEVICE, Piece
 from search_spaces.embedding_tables.prices import decoded
@@ -307,7 +307,7 @@ def test_memory_of_hosts_needs_its_rate_and_devices_that_have_it(monkeypatch):
     with pytest.raises(ValueError, match="does not say how fast"):
         shard_tables([table], MESH, hardware=slow, host_memory_limit_bytes=1e6)
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
-    monkeypatch.setattr(host_rows, "HOST_MEMORY", "memory of another planet")
+    monkeypatch.setattr("diffshard.host_memory.HOST_MEMORY", "memory of another planet")
     with pytest.raises(ValueError, match="has no pinned memory of its host"):
         shard_tables([table], mesh, hardware="a100", host_memory_limit_bytes=1e6)
 
