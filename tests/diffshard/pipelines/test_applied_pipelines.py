@@ -199,5 +199,5 @@ def test_a_file_of_an_older_version_is_refused(planned, tmp_path):
     planned[1].save(tmp_path / "plan.json")
     document = json.loads((tmp_path / "plan.json").read_text())
     (tmp_path / "plan.json").write_text(json.dumps({**document, "version": 1}))
-    with pytest.raises(diffshard.PlanError, match=r"has the plan version 1; this diffshard reads version 2\. Update"):
+    with pytest.raises(diffshard.PlanError, match=r"has the plan version 1; this diffshard reads version 3\. Update"):
         diffshard.PipelinePlan.load(tmp_path / "plan.json")
