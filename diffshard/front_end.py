@@ -21,6 +21,7 @@ from diffshard.pipelines.options import checked_cluster, pipeline_options, with_
 from diffshard.pipelines.pipelined_function import PipelinedFunction
 from diffshard.pipelines.plan import PipelinePlan
 from diffshard.plans.base import Executor
+from diffshard.plans.store import checked_folder
 from diffshard.processes import errors_for_all
 from diffshard.sharding_search.advising import find_with_advice
 from diffshard.sharding_search.format_rounds import find_plan_with_formats
@@ -36,7 +37,7 @@ from diffshard.sharding_search.options import (
     options_of,
 )
 from diffshard.sharding_search.plan import Plan
-from diffshard.sharding_search.plan_store import PlanStore, checked_folder, plan_of_first_process
+from diffshard.sharding_search.plan_store import plan_of_first_process, plan_or_search, plan_store
 from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.planning import find_plan
 from diffshard.sharding_search.remat import find_plan_with_remat
@@ -250,7 +251,7 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
             find = find_plan_with_formats
         find = functools.partial(find_with_advice, functools.partial(plan_of_best_shape, find, judge))
         if cache is not None:
-            find = functools.partial(PlanStore(checked_folder(cache)).plan_or_search, find)
+            find = functools.partial(plan_or_search, plan_store(checked_folder(cache)), find)
         asked_for = options_of(
             fn,
             mesh,

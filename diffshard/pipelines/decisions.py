@@ -7,8 +7,6 @@ of the staged step.
 """
 
 import json
-import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,14 +14,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from cost.pipeline_schedules import Schedule
 from diffshard.base import PlanError
-from diffshard.files import replace_file
 from diffshard.pipelines.cutting import UncutStep
 from diffshard.pipelines.options import PipelineOptions
 from diffshard.pipelines.plans.base import Decision, PipelinePlanData
-from diffshard.pipelines.plans.consistency import from_json, to_json
 from diffshard.pipelines.stage_programme import Stage
 from diffshard.pipelines.stage_search import StageLayout
-from diffshard.plans.documents import DAMAGE, check_checksum, check_stored, read, text_of
+from diffshard.plans.documents import DAMAGE
 from diffshard.plans.json_values import from_json_values, to_json_values
 from diffshard.processes import Processes
 from diffshard.sharding_search.fingerprints import digest_of, key_text, setting_facts, versions
@@ -33,7 +29,6 @@ from search_spaces.pipelines.stage_labels import Key
 from search_spaces.pipelines.stage_programs import StagedStep, copy_of
 
 T = TypeVar("T")
-_FORMAT, _VERSION = "diffshard stored pipeline", 2
 _PROGRAM = "the program that the function traces to"
 DAMAGED_DECISIONS = "The decisions of the plan are not those of its stages: it is damaged, or of other hardware."
 
@@ -214,50 +209,3 @@ def program_facts(staged: StagedStep) -> Mapping[str, str]:
         f"the {label.kind} program {label.phase} of stage {label.stage}": program_text(program.program)
         for label, program in staged.programs.items()
     }
-
-
-@dataclass(frozen=True)
-class PipelineStore:
-    """The file in which a folder keeps the plan of a pipeline.
-
-    Attributes:
-      path: of the file; "" keeps nothing.
-      key: a hash of what is asked for.
-    """
-
-    path: str
-    key: str
-
-    @classmethod
-    def of(cls, options: PipelineOptions, steps: Sequence[UncutStep]) -> "PipelineStore":
-        """Returns the file for what is asked for."""
-        if options.cache is None:
-            return cls("", "")
-        key = digest_of({**question_facts(options, steps), "`time_limit_s`": repr(options.time_limit_s)})
-        return cls(os.path.join(options.cache, f"{key}.json"), key)
-
-    def plan(self) -> PipelinePlanData | None:
-        """Returns the plan; None if there is none, or its file cannot be used, which is told in a warning."""
-        if not self.path:
-            return None
-        try:
-            document = read(self.path)
-            check_stored(document, _FORMAT, _VERSION, self.key, self.path)
-            check_checksum(document)
-            return replace(from_json(document["plan"], self.path, PipelinePlanData), stored_in=self.path)
-        except FileNotFoundError:
-            return None
-        except (PlanError, OSError, *DAMAGE) as error:
-            warnings.warn(f"A pipeline in the store cannot be used, and is searched again: {error}", stacklevel=2)
-            return None
-
-    def keep(self, plan: PipelinePlanData) -> None:
-        """Writes the file; where that is not possible, it is told in a warning."""
-        if not self.path:
-            return
-        document = {"format": _FORMAT, "version": _VERSION, "key": self.key, "plan": to_json(plan)}
-        try:
-            os.makedirs(os.path.dirname(self.path), exist_ok=True)
-            replace_file(self.path, text_of(document))
-        except OSError as error:
-            warnings.warn(f"The pipeline cannot be kept in the store: {error}", stacklevel=2)

@@ -15,7 +15,6 @@ from diffshard.outer_search import Candidate, CutOffError, Outcome, OuterSearch
 from diffshard.pipelines.cutting import UncutStep, uncut_step
 from diffshard.pipelines.decisions import (
     ChosenPipeline,
-    PipelineStore,
     RecordingProcesses,
     planned_facts,
     question_facts,
@@ -32,6 +31,7 @@ from diffshard.pipelines.options import (
 )
 from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_pipeline, with_bound
 from diffshard.pipelines.plans.base import PipelinePlanData
+from diffshard.pipelines.plans.consistency import from_json, to_json
 from diffshard.pipelines.replica_search import ChosenReplicas, choose_replicas, replicas_bound_s
 from diffshard.pipelines.replicated_pipeline import (
     CHOOSE_REPLICAS,
@@ -44,11 +44,14 @@ from diffshard.pipelines.replicated_pipeline import (
 from diffshard.pipelines.stage_search import FoundDivision
 from diffshard.pipelines.step_search import StepSearch, search_in
 from diffshard.plans.formats import format_s
+from diffshard.plans.store import Store
 from diffshard.processes import Processes
 from diffshard.sharding_search.fingerprints import digest_of
 
 _OF_SEARCH: dict[str, Any] = {"bound_s": 0.0, "tried": (), "notes": (), "estimate_s": 0.0}
 """What a search says of the stages that it chose, without the stages."""
+_STORED = "diffshard stored pipeline", 2
+"""The format of the files of a folder that keeps pipelines, and its version."""
 _MOST_PLANNED = 4
 """Pipelines whose programs are planned at most."""
 _LEAST_GAIN = 0.02
@@ -87,12 +90,14 @@ def find_pipeline(
     donated, what = donated_arrays(options, args, kwargs), "search a pipeline"
     steps = processes.alike(what, lambda: _steps(options, args, kwargs), trace_facts)
     searches = [StepSearch(options, step, donated, progress) for step in steps]
-    store, question = PipelineStore("", ""), ""
-    if processes.is_first:
-        store, question = PipelineStore.of(options, steps), digest_of(question_facts(options, steps))
+    question = digest_of(question_facts(options, steps)) if processes.is_first else ""
+    store = None if options.cache is None or not processes.is_first else Store(options.cache, *_STORED)
+    key = digest_of({"the question": question, "`time_limit_s`": repr(options.time_limit_s)})
 
     def known() -> PipelinePlanData | None:
-        return options.start if options.start is not None and options.start.question == question else store.plan()
+        if options.start is not None and options.start.question == question:
+            return options.start
+        return None if store is None else store.plan(key, lambda v, path: from_json(v, path, PipelinePlanData))
 
     plan = processes.shared("take an earlier plan", known, kind=PipelinePlanData | None)
     if plan is not None:
@@ -124,8 +129,8 @@ def find_pipeline(
         batch_means=options.pipeline.batch_means,
     )
     whole = processes.shared(what, lambda: whole, kind=PipelinePlanData)
-    if not progress.is_interrupted:  # an interrupted search might have found better stages
-        store.keep(whole)
+    if store is not None and not progress.is_interrupted:  # an interrupted search might have found better stages
+        store.keep(key, to_json(whole))
     return found._replace(plan=whole)
 
 

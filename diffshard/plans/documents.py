@@ -72,14 +72,6 @@ def checksum_of(document: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(document, separators=(",", ":")).encode())
 
 
-def check_stored(document: Any, name: str, version: int, key: str, path: str) -> None:
-    """Checks that a document of a store has its format and version, and was written for a key."""
-    if not isinstance(document, dict) or document.get("format") != name:
-        raise PlanError(f"`{path}` is not a file of this store.")
-    if document.get("version") != version or document.get("key") != key:
-        raise PlanError(f"`{path}` was written for another function, or by another version.")
-
-
 def check_checksum(document: Mapping[str, Any]) -> None:
     """Checks that a document holds what was written, if it says by a checksum what that was."""
     values = {key: value for key, value in document.items() if key != _CHECKSUM}

@@ -1,8 +1,6 @@
 """Plans that are there already: in a folder of earlier searches, as a start, or with the first process of a job.
 
-A plan's file is named by a hash of everything that the plan depends on. Many processes may write at the same time: each
-writes a file of its own and renames it, so that readers find a whole plan or none. Operations that differ only in their
-place are written once.
+In the file of a stored plan, operations that differ only in their place are written once.
 
 An earlier plan is also the beginning of a search: the plan itself where nothing has changed, else a start for the
 solver. A plan for other mesh sizes, hardware or memory is seldom the best one, but often near it: what is split over
@@ -11,19 +9,17 @@ specs differ least, by the names of axes, from those that the plan gave it.
 """
 
 import json
-import os
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from diffshard.base import PlanError
-from diffshard.files import folder_path, replace_file
 from diffshard.plans.base import Operation, PlanData
-from diffshard.plans.documents import DAMAGE, check_checksum, check_stored, read, text_of
+from diffshard.plans.documents import DAMAGE
 from diffshard.plans.file import from_json, to_json, without_places
+from diffshard.plans.store import Store
 from diffshard.processes import Processes, processes_of
 from diffshard.sharding_search.fingerprints import digest_of, facts_of, function_digest
 from diffshard.sharding_search.layout import signature_of
@@ -34,75 +30,31 @@ from search_spaces.partition_specs import IndexedSpec, NamedSpec, indexed_spec
 from search_spaces.sharding.base import ShardingStrategy
 from search_spaces.sharding.space import ShardingSpace
 
-_FORMAT, _VERSION = "diffshard stored plan", 2
 _KEPT = ("optimal", "finished", "time limit")
 """How a search ends whose plan is kept: one that was interrupted might have found a better one."""
 
 
-@dataclass(frozen=True)
-class PlanStore:
-    """A folder of plans.
+def plan_store(folder: str) -> Store:
+    """Returns the plans that a folder keeps."""
+    return Store(folder, "diffshard stored plan", 2)
 
-    Args:
-      folder: where the files are; it is made when the first plan is kept.
+
+def plan_or_search(store: Store, find: Callable[[PlanRequest], Plan], request: PlanRequest) -> Plan:
+    """Returns the plan of an earlier search, or else searches and keeps the plan.
+
+    A plan that the options begin with is not kept if it was made for the same question and so may have been taken
+    as it is: other options, such as a shorter time limit, may have found it. A file that is damaged, or not one of
+    this store, is told in a warning and replaced.
     """
-
-    folder: str
-
-    def path(self, key: str) -> str:
-        """Returns the file of a plan."""
-        return os.path.join(self.folder, f"{key}.json")
-
-    def plan_or_search(self, find: Callable[[PlanRequest], Plan], request: PlanRequest) -> Plan:
-        """Returns the plan of an earlier search, or else searches and keeps the plan.
-
-        A plan that the options begin with is not kept if it was made for the same question and so may have been taken
-        as it is: other options, such as a shorter time limit, may have found it. A file that is damaged, or not one of
-        this store, is told in a warning and replaced.
-        """
-        key = key_of(request)
-        plan = self.plan(key, request)
-        if plan is not None:
-            return plan
-        plan = find(request)
-        start = request.options.start
-        if plan.status in _KEPT and (start is None or not is_made_for(start, request)):
-            self.keep(key, plan)
+    key = key_of(request)
+    plan = store.plan(key, lambda values, path: _from_values(values, path, request))
+    if plan is not None:
         return plan
-
-    def plan(self, key: str, request: PlanRequest) -> Plan | None:
-        """Returns the plan of a key; None if there is none, or if its file cannot be used."""
-        path = self.path(key)
-        try:
-            plan = _from_document(read(path), key, path, request)
-        except FileNotFoundError:
-            return None
-        except (PlanError, OSError) as error:
-            warnings.warn(f"A plan in the store cannot be used, and is searched again: {error}", stacklevel=2)
-            return None
-        return replace(plan, stored_in=path)
-
-    def keep(self, key: str, plan: Plan) -> None:
-        """Writes a plan's file; where that is not possible, it is told in a warning."""
-        document = {"format": _FORMAT, "version": _VERSION, "key": key, "plan": without_places(to_json(plan))}
-        try:
-            os.makedirs(self.folder, exist_ok=True)
-            replace_file(self.path(key), text_of(document))
-        except OSError as error:
-            warnings.warn(f"The plan cannot be kept in the store: {error}", stacklevel=2)
-
-
-def checked_folder(folder: Any) -> str:
-    """Returns the path of a folder.
-
-    Raises:
-      TypeError: it is not a path.
-      ValueError: it is empty, or there is a file in its place.
-    """
-    path = folder_path("cache", folder)
-    if os.path.exists(path) and not os.path.isdir(path):
-        raise ValueError(f"`cache` must be a folder, and {path!r} is a file.")
-    return path
+    plan = find(request)
+    start = request.options.start
+    if plan.status in _KEPT and (start is None or not is_made_for(start, request)):
+        store.keep(key, without_places(to_json(plan)))
+    return plan
 
 
 def key_of(request: PlanRequest) -> str:
@@ -115,13 +67,10 @@ def key_of(request: PlanRequest) -> str:
     return digest_of(facts)
 
 
-def _from_document(document: Any, key: str, path: str, request: PlanRequest) -> Plan:
-    """Returns the plan of a store's document."""
-    check_stored(document, _FORMAT, _VERSION, key, path)
-    content = document.get("plan")
+def _from_values(content: Any, path: str, request: PlanRequest) -> Plan:
+    """Returns the plan of a store's JSON values."""
     axes = content.get("mesh_axes") if isinstance(content, dict) else None
     try:
-        check_checksum(document)
         mesh = request.options.candidate_with(axes).mesh
         # The key does not depend on the lines of the program: operations are where they are today.
         graph = request.with_recomputed(_recomputed(content), _offloaded(content)).traced_function.graph

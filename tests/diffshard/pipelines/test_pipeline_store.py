@@ -51,7 +51,7 @@ def test_a_damaged_file_is_told_and_replaced(kept, tmp_path):
     plan, file = kept
     whole = file.read_text()
     file.write_text(whole.replace("1f1b", "1f1c", 1))
-    with pytest.warns(UserWarning, match=r"A pipeline in the store cannot be used.*`checksum`"):
+    with pytest.warns(UserWarning, match=r"A plan in the store cannot be used.*`checksum`"):
         assert search(train_step, cache=tmp_path).plan(*arguments()).stages == plan.stages
     assert search(train_step, cache=tmp_path).plan(*arguments()).stored_in == str(file)
 

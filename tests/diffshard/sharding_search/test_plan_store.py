@@ -18,7 +18,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 import diffshard
 from cost.presets import preset
-from diffshard.sharding_search.plan_store import PlanStore
+from diffshard.plans.file import to_json
+from diffshard.sharding_search.plan_store import plan_store
 from diffshard.solving.solve import resolve
 
 MESH = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -267,11 +268,11 @@ def test_an_infeasible_search_is_not_kept(tmp_path: Path):
 
 def test_many_writers_leave_one_whole_file(tmp_path: Path):
     plan = planned(tmp_path / "other")
-    store, damaged = PlanStore(str(tmp_path / "store")), []
+    store, damaged = plan_store(str(tmp_path / "store")), []
 
     def write_and_read() -> None:
         for _ in range(20):
-            store.keep("key", plan)
+            store.keep("key", to_json(plan))
             try:
                 json.loads(Path(store.path("key")).read_text())
             except ValueError as error:
@@ -290,9 +291,9 @@ def test_a_folder_that_cannot_be_written_costs_a_warning_only(tmp_path: Path):
     folder = tmp_path / "store"
     folder.mkdir()
     folder.joinpath("sub").write_text("")
-    store = PlanStore(str(folder / "sub"))  # a file in the place of the folder
+    store = plan_store(str(folder / "sub"))  # a file in the place of the folder
     with pytest.warns(UserWarning, match="cannot be kept"):
-        store.keep("key", planned(tmp_path))
+        store.keep("key", to_json(planned(tmp_path)))
 
 
 @pytest.mark.parametrize(("cache", "kind"), [(3, TypeError), ("", ValueError), (__file__, ValueError)])
