@@ -372,13 +372,17 @@ def test_known_increases_begin_the_rounds_and_name_what_may_be_rounded():
         ({"increases": {"nobody": 0.0}}, ValueError, "names 'nobody', which is no group of products"),
         ({"increases": [1]}, TypeError, "must be a dictionary"),
         ({"increases_by": "slopes"}, ValueError, '`Formats.increases_by` must be "looks" or "gradients", not .slopes'),
-        ({"increases": {"nobody": float("nan")}}, ValueError, "must be a number, 0 or more, not nan"),
+        ({"increases": {"nobody": float("nan")}}, ValueError, "must be a number, zero or more, not nan"),
         ({"calls": iter(())}, TypeError, "`Formats.calls` must be a list or tuple"),
         ({"calls": ((),), "steps": 2}, ValueError, "has 1 call, fewer than the 2 of 1 look ahead with `steps` = 2"),
     ],
 )
 def test_what_cannot_be_measured_is_named(options, error, words):
-    formats = diffshard.formats.Formats(0.01, **options)
     mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
+
+    def plan():
+        formats = diffshard.formats.Formats(0.01, **options)
+        return diffshard.search(train_step, mesh, hardware="h100", formats=formats).plan(*calls_of(0, 1)[0])
+
     with pytest.raises(error, match=words):
-        diffshard.search(train_step, mesh, hardware="h100", formats=formats).plan(*calls_of(0, 1)[0])
+        plan()

@@ -46,7 +46,7 @@ def test_foreign_files_are_refused(tmp_path, text, message):
         ({"hardware": SLOW, "memory_limit_bytes": -1.0}, ValueError, "`memory_limit_bytes`"),
         ({"hardware": SLOW, "donate_argnums": -1}, ValueError, "`donate_argnums`"),
         ({"hardware": SLOW, "in_shardings": PartitionSpec("modle")}, ValueError, "'modle'.*'x', 'y'"),
-        ({"hardware": SLOW, "in_shardings": ("x",)}, TypeError, "`in_shardings`"),
+        ({"hardware": SLOW, "in_shardings": ("x",)}, TypeError, r"`in_shardings\[0\]`"),
         ({"hardware": SLOW, "in_shardings": PartitionSpec("x", "x")}, ValueError, "'x' splits two"),
         ({"hardware": SLOW, "solver": 5}, ValueError, "`solver`"),
         ({"hardware": SLOW, "donate_argnums": 1, "static_argnums": 1}, ValueError, "share a position"),
