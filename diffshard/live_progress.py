@@ -16,7 +16,7 @@ from typing import Literal, TextIO
 from rich.console import Console
 from rich.status import Status
 
-from diffshard.plans.formats import format_s
+from diffshard.plans.printing import format_s
 
 ProgressDisplay = Literal["terminal", "none"]
 """Where a search shows how it goes, unless it is given a `Progress` function: on a terminal, or nowhere."""

@@ -17,8 +17,8 @@ from cost.real_numbers import Amount, AmountOrInf, AnyNumber, Index
 from diffshard.base import Proposal, Solver
 from diffshard.pipelines.stage_programme import Submesh, least_sum_and_slowest
 from diffshard.plans.documents import PLACEMENT, RecordFile
-from diffshard.plans.formats import format_bytes, format_count, format_s, format_table
 from diffshard.plans.plan_record import History, PlanRecord, check_certificate
+from diffshard.plans.printing import format_bytes, format_count, format_s, format_table
 from diffshard.solving.form import identity
 from diffshard.solving.presolve.pipeline import presolve
 from diffshard.solving.solve import SolveOptions, checked_solve_options, solve

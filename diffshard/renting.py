@@ -19,7 +19,7 @@ from cost.real_numbers import PositiveAmount, checked_number, is_positive, real_
 from diffshard.base import Deadline, InfeasibleError
 from diffshard.front_end import search
 from diffshard.outer_search import Candidate, Outcome, OuterSearch, Tried
-from diffshard.plans.formats import (
+from diffshard.plans.printing import (
     format_bytes,
     format_count,
     format_percent,

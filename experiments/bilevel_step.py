@@ -19,7 +19,7 @@ import numpy as np
 import diffshard
 from diffshard.base import Deadline
 from diffshard.bilevel_search.step_formats import StepState, TrainingSearch
-from diffshard.plans.formats import format_s
+from diffshard.plans.printing import format_s
 from diffshard.sharding_search.format_losses import MeasuredLosses
 from diffshard.sharding_search.format_rounds import stand_ins
 from diffshard.sharding_search.format_rules import simple_rules

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from jax.sharding import AbstractMesh
 
 import diffshard
-from diffshard.plans.formats import format_percent, format_s
+from diffshard.plans.printing import format_percent, format_s
 from experiments.models import gpt, mlp
 from experiments.models.model import Model, abstract_arguments
 from experiments.tables import print_table

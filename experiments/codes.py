@@ -22,7 +22,7 @@ import optax
 import diffshard
 from diffshard.checks.kernel_work import H100_HOST, achievable_rates
 from diffshard.checks.timeline import simulate
-from diffshard.plans.formats import format_s
+from diffshard.plans.printing import format_s
 from diffshard.sharding_search.format_rules import exchange_rules
 from diffshard.sharding_search.number_formats import GRADIENTS, KEPT, ProductGroup
 from experiments.format_models import MODELS, Setting
@@ -32,7 +32,7 @@ from experiments.models.model import abstract_arguments
 from experiments.tables import print_table
 from experiments.targets import MESHES
 from experiments.timeline_models import CASES
-from search_spaces.sharding.codes import FEEDBACK, FORMATS
+from search_spaces.sharding.codes import CODES, FEEDBACK
 from search_spaces.sharding.product_formats import FORMATS as PRODUCTS
 
 
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mesh", default="4x8")
     parser.add_argument("--links", type=float, nargs="+", default=[1.0, 0.25], help="shares of the preset's bandwidth")
     parser.add_argument("--exposed-share", type=float, help="of collectives beside arithmetic; the preset's by default")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["int8"])
+    parser.add_argument("--formats", nargs="+", choices=CODES, default=["int8"])
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds of the solver for each plan")
     options = parser.parse_args(argv)
     if options.compile:

@@ -18,7 +18,7 @@ from typing import Any
 import diffshard
 from diffshard.checks.kernel_work import H100_HOST, AchievableRates, achievable_rates
 from diffshard.checks.timeline import Timeline, simulate
-from diffshard.plans.formats import format_s
+from diffshard.plans.printing import format_s
 from diffshard.sharding_search.layout import layout_of
 from diffshard.sharding_search.number_formats import all_groups
 from diffshard.sharding_search.options import Options
@@ -31,7 +31,7 @@ from experiments.targets import MESHES
 from experiments.timeline_models import CASES
 from search_spaces.sharding.base import Coded
 from search_spaces.sharding.coded_exchanges import with_used_exchanges
-from search_spaces.sharding.codes import FORMATS
+from search_spaces.sharding.codes import CODES
 from search_spaces.sharding.space import ShardingSpace
 
 KINDS = ("all_to_all", "collective_permute")
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--inside", type=float, default=1.0, help="the same share inside of hosts; 0.14 is about PCIe 5.0"
     )
-    parser.add_argument("--formats", nargs="*", choices=FORMATS, default=["int8"], help="of exchanges")
+    parser.add_argument("--formats", nargs="*", choices=CODES, default=["int8"], help="of exchanges")
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of the solver for each plan")
     options = parser.parse_args(argv)
     links = options.links, options.inside

@@ -30,7 +30,7 @@ from cost.lines import Line
 from diffshard.base import Deadline, InfeasibleError
 from diffshard.checks.kernel_work import achievable_rates
 from diffshard.checks.timeline import simulate
-from diffshard.plans.formats import format_bytes, format_s
+from diffshard.plans.printing import format_bytes, format_s
 from diffshard.sharding_search.format_losses import MeasuredLosses
 from diffshard.sharding_search.format_rounds import (
     Trial,
@@ -61,7 +61,7 @@ from experiments.tables import print_table
 from experiments.targets import MESHES
 from experiments.timeline_models import CASES
 from search_spaces.sharding.base import FormatKey
-from search_spaces.sharding.codes import FORMATS as CODES
+from search_spaces.sharding.codes import CODES
 from search_spaces.sharding.format_gains import gains_s, in_formats
 from search_spaces.sharding.product_formats import FORMATS
 from search_spaces.sharding.space import ShardingSpace

@@ -22,7 +22,7 @@ import diffshard
 from diffshard.checks.kernel_work import achievable_rates
 from diffshard.checks.targets import gpu_mesh
 from diffshard.checks.timeline import simulate
-from diffshard.plans.formats import format_percent
+from diffshard.plans.printing import format_percent
 from experiments.models import mlp, resnet
 from experiments.models.model import Model, abstract_arguments
 from experiments.tables import print_table

@@ -37,7 +37,7 @@ from experiments.models.model import Model, abstract_arguments
 from experiments.tables import print_table
 from experiments.targets import MESHES
 from experiments.timeline_models import CASES
-from search_spaces.sharding.codes import FORMATS
+from search_spaces.sharding.codes import CODES
 
 _GPT = partial(gpt.make, batch=64, layers=4, width=512, heads=8, key_value_heads=8, vocabulary=4096, sequence=512)
 MODELS: dict[str, Callable[[], Model]] = {
@@ -102,7 +102,7 @@ def measure(
     """Plans a model's step within a limit and compiles it."""
     remat = "search" if plan_name in ("remat", "checked") else None
     kept = None
-    if plan_name in FORMATS:
+    if plan_name in CODES:
         any_loss = {f"{KEPT} in {plan_name}": 0.0}
         kept = diffshard.formats.Formats(1.0, increases=any_loss, products=(), kept=[plan_name])
     step = diffshard.search(
@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[name for name in MODELS if name != "decoder"])
     parser.add_argument("--shares", nargs="+", type=float, default=[0.9, 0.7, 0.5])
-    names = ("ordinary", "state", "remat", "checked", *FORMATS)
+    names = ("ordinary", "state", "remat", "checked", *CODES)
     parser.add_argument("--plans", nargs="+", choices=names, default=["remat", "checked"])
     parser.add_argument("--mesh", default="8")
     parser.add_argument("--target", choices=MESHES, default="h100")

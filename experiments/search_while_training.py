@@ -29,7 +29,7 @@ import numpy as np
 import diffshard
 from diffshard.elastic.rates import scaled
 from diffshard.elastic.searching_step import SearchingStep, search_while_training
-from diffshard.plans.formats import format_percent, format_s
+from diffshard.plans.printing import format_percent, format_s
 from diffshard.sharding_search.fingerprints import plan_facts
 from experiments.host_devices import host_mesh
 from experiments.models import mlp

@@ -14,7 +14,9 @@ from cost.real_numbers import Amount, Count, Index, Limit, PositiveAmount, check
 from diffshard.base import PlanError, checked_mesh
 from diffshard.plans.documents import BUDGET, RecordFile
 from diffshard.plans.file import from_json, to_json
-from diffshard.plans.formats import (
+from diffshard.plans.json_values import from_json_values
+from diffshard.plans.plan_record import History, PlanRecord, check_certificate
+from diffshard.plans.printing import (
     format_bytes,
     format_devices,
     format_percent,
@@ -23,8 +25,6 @@ from diffshard.plans.formats import (
     short_name,
     wrapped,
 )
-from diffshard.plans.json_values import from_json_values
-from diffshard.plans.plan_record import History, PlanRecord, check_certificate
 from diffshard.resharding import Move
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction

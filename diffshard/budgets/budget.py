@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from cost.base import Link, Problem
 from diffshard.base import Solution
 from diffshard.budgets.base import Budget, Phase, PhasePlans, mean_step_s
-from diffshard.budgets.job import Job, Outcome, job_of, requests_of
+from diffshard.budgets.job import Job, JobChoice, job_of, requests_of
 from diffshard.budgets.joint import choices_of, joint_problem, joint_tied
 from diffshard.processes import errors_for_all, processes_of
 from diffshard.sharding_search.fingerprints import facts_of, run_facts
@@ -149,7 +149,7 @@ def _mesh_of_all(phases: Any) -> Mesh | AbstractMesh:
     return Mesh(np.array(list(devices)), ("devices",)) if devices else AbstractMesh((1,), ("devices",))
 
 
-def _solve_together(job: Job, alone: Outcome) -> Solution:
+def _solve_together(job: Job, alone: JobChoice) -> Solution:
     """Solves the joint problem from the choices of each phase alone."""
     options = job.requests[0].options
     problem, objective = joint_problem(job.phases, job.spaces, job.moves_s, job.is_state)

@@ -29,7 +29,7 @@ from search_spaces.sharding.space import ShardingSpace
 _NOTE = "Chosen together with the plans of other phases and the moves between them, see `diffshard.elastic.budget`."
 
 
-class Candidate(NamedTuple):
+class PhaseChoice(NamedTuple):
     """A choice for one phase.
 
     Attributes:
@@ -41,10 +41,10 @@ class Candidate(NamedTuple):
     specs: tuple[IndexedSpec, ...]
 
 
-class Outcome(NamedTuple):
+class JobChoice(NamedTuple):
     """What choices for all phases amount to."""
 
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[PhaseChoice, ...]
     moves: tuple[Move, ...]
     num_steps: tuple[float, ...]
 
@@ -109,19 +109,19 @@ class Job(NamedTuple):
         """The seconds of one array's move into each phase but the first, as functions."""
         return [lambda *array, i=i: self._array_move(i, *array)[0] for i in range(1, len(self.phases))]
 
-    def candidate(self, phase: int, choice: Sequence[int]) -> Candidate:
+    def candidate(self, phase: int, choice: Sequence[int]) -> PhaseChoice:
         """Returns a choice for a phase with its price."""
         space = self.spaces[phase]
-        return Candidate(tuple(choice), step_s(space.predict(choice)), space.layout(choice).input_specs)
+        return PhaseChoice(tuple(choice), step_s(space.predict(choice)), space.layout(choice).input_specs)
 
-    def outcome(self, candidates: Sequence[Candidate]) -> Outcome:
+    def outcome(self, candidates: Sequence[PhaseChoice]) -> JobChoice:
         """Returns the total of choices for all phases."""
         moves = [self.move(i, candidates[i - 1], candidates[i]) for i in range(1, len(candidates))]
         seconds = (0.0, *(move.seconds for move in moves))
         num_steps = [self.num_steps(i, *pair) for i, pair in enumerate(zip(candidates, seconds, strict=True))]
-        return Outcome(tuple(candidates), tuple(moves), tuple(num_steps))
+        return JobChoice(tuple(candidates), tuple(moves), tuple(num_steps))
 
-    def num_steps(self, phase: int, candidate: Candidate, move_s: float) -> float:
+    def num_steps(self, phase: int, candidate: PhaseChoice, move_s: float) -> float:
         """Returns the steps of a phase after a move into it; 0 where the move takes longer than the phase."""
         steps, duration_s = self.phases[phase].num_steps, self.phases[phase].duration_s
         if steps is not None or duration_s is None:
@@ -134,23 +134,23 @@ class Job(NamedTuple):
             )
         return max(duration_s - move_s, 0.0) / candidate.step_s
 
-    def cost(self, phase: int, candidate: Candidate, move_s: float) -> float:
+    def cost(self, phase: int, candidate: PhaseChoice, move_s: float) -> float:
         """Returns the share of a phase and the move into it in the total: seconds, or steps, counted negative."""
         num_steps = self.num_steps(phase, candidate, move_s)
         return -num_steps if self.has_durations else num_steps * candidate.step_s + move_s
 
-    def total(self, outcome: Outcome) -> float:
+    def total(self, outcome: JobChoice) -> float:
         """Returns the seconds of all steps and moves, or the number of steps, which counts as negative."""
         moves_s = (0.0, *(move.seconds for move in outcome.moves))
         return sum(self.cost(i, *pair) for i, pair in enumerate(zip(outcome.candidates, moves_s, strict=True)))
 
-    def move(self, phase: int, before: Candidate, after: Candidate) -> Move:
+    def move(self, phase: int, before: PhaseChoice, after: PhaseChoice) -> Move:
         """Returns the move of the state into a phase."""
         arrays = zip(self.spaces[phase].graph.inputs, before.specs, after.specs, self.is_state, strict=True)
         moves = [self._array_move(phase, vertex.results[0], b, a) for vertex, b, a, is_state in arrays if is_state]
         return Move(sum(s for s, _ in moves), sum(n for _, n in moves), sum(n > 0 for _, n in moves))
 
-    def plans(self, outcome: Outcome) -> PhasePlans:
+    def plans(self, outcome: JobChoice) -> PhasePlans:
         """Writes an outcome down as plans."""
         plans, keys = {}, []
         phases = zip(self.requests, self.solutions, self.alone, outcome.candidates, strict=True)

@@ -40,7 +40,7 @@ from diffshard.command.plan_commands import compare_plans, diff_plans, search_pl
 from diffshard.command.solve_command import solve_instance
 from diffshard.hardware import calibrate, save_hardware
 from diffshard.plans.base import Executor
-from diffshard.plans.formats import TEXT_WIDTH, format_bytes, format_s, format_table
+from diffshard.plans.printing import TEXT_WIDTH, format_bytes, format_s, format_table
 from diffshard.sharding_search.options import Remat, State
 from diffshard.solving.solve import solver_names
 

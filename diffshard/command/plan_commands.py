@@ -40,7 +40,7 @@ from diffshard.pipelines.plan import PipelinePlan
 from diffshard.pipelines.plans import consistency as pipeline_file
 from diffshard.plans import file
 from diffshard.plans.documents import BILEVEL, PIPELINE, kind_of, read
-from diffshard.plans.formats import format_s
+from diffshard.plans.printing import format_s
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
 

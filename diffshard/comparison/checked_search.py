@@ -24,7 +24,7 @@ from diffshard.checks.verify import predicted_sent_bytes, sent_bytes
 from diffshard.comparison.compare import CompilablePlan, judge
 from diffshard.plans.base import Executor
 from diffshard.plans.comparison import ComparedPlan, Comparison
-from diffshard.plans.formats import format_bytes, format_count, format_s
+from diffshard.plans.printing import format_bytes, format_count, format_s
 from diffshard.sharding_search.executors import default_executor, flat_function, with_executor
 from diffshard.sharding_search.options import Options, with_automatic_axes
 from diffshard.sharding_search.plan import Plan

@@ -18,7 +18,7 @@ from diffshard.checks.timeline_lanes import lanes_of
 from diffshard.checks.verify import compiled_sent_bytes, predicted_sent_bytes
 from diffshard.plans.base import PlanData
 from diffshard.plans.comparison import ComparedPlan, Comparison
-from diffshard.plans.formats import format_bytes, format_count
+from diffshard.plans.printing import format_bytes, format_count
 from diffshard.processes import errors_for_all, processes_of
 from diffshard.sharding_search.executors import flat_function
 from diffshard.sharding_search.options import Options, hardware_for, options_of, with_automatic_axes

@@ -30,7 +30,7 @@ import numpy as np
 from cost.base import Hardware
 from diffshard.elastic.rates import Belief, Measurement, PlanTerms, learn, predict, rate_names, scaled, terms_of
 from diffshard.plans.base import PlanData
-from diffshard.plans.formats import format_count, format_percent, format_s
+from diffshard.plans.printing import format_count, format_percent, format_s
 from diffshard.sharding_search.fingerprints import plan_facts
 
 NUM_SAMPLES = 3

@@ -27,7 +27,7 @@ from diffshard.files import folder_path
 from diffshard.front_end import search
 from diffshard.pipelines.pipelined_function import PipelinedFunction
 from diffshard.pipelines.plan import PipelinePlan
-from diffshard.plans.formats import short_name
+from diffshard.plans.printing import short_name
 from diffshard.processes import Processes, errors_for_all, processes_of
 from diffshard.sharding_search.call import split
 from diffshard.sharding_search.mesh_candidates import mesh_of_all

@@ -20,7 +20,7 @@ from cost.real_numbers import Count, checked_number
 from diffshard.checks.hlo import memory_plan
 from diffshard.elastic.replanning import Event, Prices, Replanner
 from diffshard.plans.base import PlanData
-from diffshard.plans.formats import format_bytes, format_count, format_table, short_name
+from diffshard.plans.printing import format_bytes, format_count, format_table, short_name
 from diffshard.processes import processes_of
 from diffshard.sharding_search.call import abstract_split, jax_settings
 from diffshard.sharding_search.plan import Plan

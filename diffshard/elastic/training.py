@@ -24,7 +24,7 @@ from diffshard.elastic.orbax_files import ArrayFiles
 from diffshard.elastic.ownership import Ownership
 from diffshard.pipelines.pipelined_function import PipelinedFunction
 from diffshard.pipelines.plan import PipelinePlan
-from diffshard.plans.formats import short_name
+from diffshard.plans.printing import short_name
 from diffshard.processes import errors_for_all, processes_of
 from diffshard.sharding_search.call import abstract_array, array_paths, split
 from diffshard.sharding_search.carried import Carried, placed_residuals, residual_key

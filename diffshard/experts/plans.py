@@ -13,8 +13,8 @@ from cost.real_numbers import Amount, Index
 from diffshard.base import PlanError, checked_mesh
 from diffshard.experts.layout import ExpertLayout
 from diffshard.plans.documents import EXPERT_ASSIGNMENT, EXPERT_GROUPS, RecordFile
-from diffshard.plans.formats import format_count, format_s, format_table
 from diffshard.plans.plan_record import History, PlanRecord, check_certificate, relative_gap
+from diffshard.plans.printing import format_count, format_s, format_table
 
 PROVEN_GAP = 1e-5
 """The relative gap up to which a plan is called optimal; the tolerances of HiGHS leave less than this."""

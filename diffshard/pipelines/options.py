@@ -21,7 +21,7 @@ from diffshard.live_progress import LiveLine, ProgressDisplay
 from diffshard.pipelines.base import Pipeline
 from diffshard.pipelines.plans.base import ArgumentRoles, PipelinePlanData, ResidualUse
 from diffshard.plans.base import Executor, LogicalAxisRules
-from diffshard.plans.formats import format_count, format_s
+from diffshard.plans.printing import format_count, format_s
 from diffshard.sharding_search.call import are_arrays, split
 from diffshard.sharding_search.logical_axes import checked_rules, logical_axes_of, spec_by_rules
 from diffshard.sharding_search.options import (

@@ -29,8 +29,8 @@ from diffshard.pipelines.planned_pipeline import FoundPipeline, with_bound
 from diffshard.pipelines.plans.base import PipelinePlanData
 from diffshard.pipelines.plans.page import format_pipeline_page
 from diffshard.pipelines.search import find_pipeline
-from diffshard.plans.formats import format_bytes, format_count, format_s
 from diffshard.plans.page_elements import NOT_PLANNED, planned_function_element
+from diffshard.plans.printing import format_bytes, format_count, format_s
 from diffshard.processes import Processes, errors_for_all, processes_of
 from diffshard.sharding_search.call import array_types, jax_settings, split
 from diffshard.sharding_search.fingerprints import check_facts

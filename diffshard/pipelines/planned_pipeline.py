@@ -30,7 +30,7 @@ from diffshard.pipelines.stage_search import Entry, StageLayout
 from diffshard.pipelines.stage_variants import StageVariants, with_choices
 from diffshard.pipelines.step_search import StepSearch
 from diffshard.plans.base import Tensor
-from diffshard.plans.formats import format_count
+from diffshard.plans.printing import format_count
 from diffshard.processes import Processes
 from search_spaces.pipelines.divided_program import with_split_backward
 from search_spaces.pipelines.stage_programs import StagedStep

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from cost.real_numbers import Amount, Count
-from diffshard.plans.formats import format_bytes, format_devices, format_s, format_table, short_name, wrapped
 from diffshard.plans.page_elements import COLOURS, COMPUTE, cards, document, escape, framed, plain_bar, table
+from diffshard.plans.printing import format_bytes, format_devices, format_s, format_table, short_name, wrapped
 from diffshard.plans.timeline import Lane, lane_elements
 
 _COLUMNS = (

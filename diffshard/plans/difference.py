@@ -21,21 +21,20 @@ from diffshard.plans.difference_data import (
     Total,
     align_operations,
 )
-from diffshard.plans.formats import (
+from diffshard.plans.layers import layers_of_operations
+from diffshard.plans.name_patterns import group_names, readable_path
+from diffshard.plans.page_elements import document, escape, framed, table
+from diffshard.plans.printing import (
     format_array,
     format_bytes,
     format_devices,
     format_s,
     format_spec,
     format_table,
-    group_names,
     is_shown,
-    readable_path,
     short_name,
     wrapped,
 )
-from diffshard.plans.layers import layers_of_operations
-from diffshard.plans.page_elements import document, escape, framed, table
 from diffshard.plans.summary import communication, device_bytes, operation_name, result_type
 from search_spaces.partition_specs import NamedSpec
 

@@ -15,8 +15,8 @@ from typing import Any, TypeVar, get_args
 
 from diffshard.base import PlanError
 from diffshard.files import checked_path, write_whole
+from diffshard.garbage_collection import rare_collections
 from diffshard.plans.json_values import from_json_values, to_json_values
-from diffshard.rare_collections import rare_collections
 
 SHARDING, BILEVEL, PIPELINE = "diffshard plan", "diffshard bilevel plan", "diffshard pipeline plan"
 TABLES, HARDWARE = "diffshard plan of embedding tables", "diffshard hardware"

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from diffshard.plans.base import PlanData
-from diffshard.plans.formats import format_bytes, format_s, is_shown
 from diffshard.plans.layers import Layer, layer_of_scope, layers_of_operations
 from diffshard.plans.page_elements import escape
+from diffshard.plans.printing import format_bytes, format_s, is_shown
 
 Direction = Literal["forward", "backward", "update"]
 _LEAST_SHARE = 0.004  # of all operations: a shorter pass belongs to the one before it, as it would be too narrow to see

@@ -6,7 +6,8 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from diffshard.plans.base import Operation, PlanData
-from diffshard.plans.formats import format_array, group_names, is_shown, readable_path
+from diffshard.plans.name_patterns import group_names, readable_path
+from diffshard.plans.printing import format_array, is_shown
 from diffshard.plans.summary import Communication, communication, device_bytes, module_path, modules_of, result_type
 from search_spaces.partition_specs import NamedSpec
 

@@ -5,15 +5,6 @@ from collections.abc import Sequence
 
 from diffshard.plans.base import PlanData
 from diffshard.plans.comparison import page_elements
-from diffshard.plans.formats import (
-    format_array,
-    format_bytes,
-    format_percent,
-    format_s,
-    format_spec,
-    is_shown,
-    short_name,
-)
 from diffshard.plans.layer_flows import LayerTraffic, flow_elements, flows_below, inside_element, layer_traffic
 from diffshard.plans.layers import Layer, LayerPart, layers
 from diffshard.plans.memory import memory_elements
@@ -33,6 +24,15 @@ from diffshard.plans.page_elements import (
     plot,
     table,
     with_code,
+)
+from diffshard.plans.printing import (
+    format_array,
+    format_bytes,
+    format_percent,
+    format_s,
+    format_spec,
+    is_shown,
+    short_name,
 )
 from diffshard.plans.sections import computing_parts, whole_lines
 from diffshard.plans.summary import (

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self
 from cost.real_numbers import Amount, AnyNumber
 from diffshard.base import PlanError
 from diffshard.plans.documents import RecordFile
-from diffshard.plans.formats import format_percent, format_s, wrapped
 from diffshard.plans.page_elements import cards, document, escape, framed
+from diffshard.plans.printing import format_percent, format_s, wrapped
 
 History = tuple[tuple[Amount, AnyNumber, AnyNumber], ...]
 """(seconds since the start, cost, lower bound) at each improvement of a solver."""

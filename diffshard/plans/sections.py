@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from cost.real_numbers import Amount, Count, Index, Share
-from diffshard.plans.formats import format_count, format_percent, format_s
+from diffshard.plans.printing import format_count, format_percent, format_s
 
 MOST_LINES = 5
 """Lines of advice of a plan: a reader acts on the first one or two, and then plans again."""

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from diffshard.plans.base import Operation, PlanData, PlannedObjective, Tensor, TriedShape
-from diffshard.plans.formats import (
-    NamePattern,
+from diffshard.plans.name_patterns import NamePattern, group_names, readable_path
+from diffshard.plans.page_elements import table
+from diffshard.plans.plan_record import has_bound
+from diffshard.plans.printing import (
     format_axes,
     format_bytes,
     format_count,
@@ -15,12 +17,8 @@ from diffshard.plans.formats import (
     format_s,
     format_spec,
     format_table,
-    group_names,
     is_shown,
-    readable_path,
 )
-from diffshard.plans.page_elements import table
-from diffshard.plans.plan_record import has_bound
 from search_spaces.partition_specs import NamedSpec
 
 _EQUAL_SHARE = 1e-6  # of a step: shardings that differ by less take the same time up to rounding

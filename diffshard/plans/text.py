@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from diffshard.plans.base import PlanData
-from diffshard.plans.formats import (
+from diffshard.plans.number_formats import PlannedFormats
+from diffshard.plans.printing import (
     format_array,
     format_axes,
     format_bytes,
@@ -18,7 +19,6 @@ from diffshard.plans.formats import (
     short_name,
     wrapped,
 )
-from diffshard.plans.number_formats import PlannedFormats
 from diffshard.plans.sections import Advice, Rematerialisation, computing_parts, whole_lines
 from diffshard.plans.summary import (
     AlikeOperations,

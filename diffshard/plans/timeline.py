@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cost.real_numbers import Amount, Index
-from diffshard.plans.formats import format_count, format_percent, format_s
 from diffshard.plans.page_elements import COLOURS, escape, text_in
+from diffshard.plans.printing import format_count, format_percent, format_s
 
 _PASSES = {"forward": "var(--fill0)", "backward": "var(--fill1)", "update": "var(--fill3)"}
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute", "copy", "other")

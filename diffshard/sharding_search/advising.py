@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from diffshard.base import Deadline, InfeasibleError
-from diffshard.plans.formats import format_bytes, format_percent, format_s
+from diffshard.plans.printing import format_bytes, format_percent, format_s
 from diffshard.plans.sections import LEAST_SHARE, MOST_LINES, Advice
 from diffshard.sharding_search.layout import layout_of
 from diffshard.sharding_search.plan import Plan

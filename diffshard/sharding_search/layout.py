@@ -13,8 +13,7 @@ from search_spaces.partition_specs import IndexedSpec, indexed_spec
 from search_spaces.sharding.base import Coded, Layout, ReshardStep, ShardingStrategy
 from search_spaces.sharding.coded_exchanges import with_used_exchanges
 from search_spaces.sharding.coded_sums import can_be_coded
-from search_spaces.sharding.codes import FORMATS as CODES
-from search_spaces.sharding.codes import SUMS, is_narrower, sums_in
+from search_spaces.sharding.codes import CODES, SUMS, is_narrower, sums_in
 from search_spaces.sharding.execution import make_layout
 from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.host_state import on_host

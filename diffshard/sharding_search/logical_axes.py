@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from diffshard.plans.base import LogicalAxes, LogicalAxisRules, PlanData, Tensor
-from diffshard.plans.formats import format_bytes
+from diffshard.plans.printing import format_bytes
 
 
 def logical_axes_of(tree: Any) -> list[LogicalAxes | None]:

@@ -13,7 +13,7 @@ from cost.clusters import Cluster, checked_devices
 from cost.networks import LEVELS, MOST_AXES, distinct_shapes, host_of
 from cost.presets import PRESET_NAMES, device_and_network, hardware_of, preset, preset_of_mesh
 from cost.real_numbers import whole_number
-from diffshard.plans.formats import format_count
+from diffshard.plans.printing import format_count
 
 Devices = int | Sequence[Any] | Cluster
 """How many devices, JAX devices, or a cluster of one kind."""

@@ -11,10 +11,9 @@ import numpy as np
 
 from cost.base import Hardware
 from cost.real_numbers import AmountOrInf, Count, Index, PositiveAmount, checked_number, whole_number
-from diffshard.plans.formats import format_count
+from diffshard.plans.printing import format_count
 from search_spaces.sharding.base import Coded, FormatKey
-from search_spaces.sharding.codes import FORMATS as CODES
-from search_spaces.sharding.codes import SUMS, directions, has_feedback, is_narrower, sums_in
+from search_spaces.sharding.codes import CODES, SUMS, directions, has_feedback, is_narrower, sums_in
 from search_spaces.sharding.format_gains import most_gains_s
 from search_spaces.sharding.graph import Graph, Vertex
 from search_spaces.sharding.product_formats import FORMATS, is_backward, takes

@@ -14,13 +14,13 @@ from jax.sharding import Mesh, NamedSharding
 
 from diffshard.base import InfeasibleError, Progress
 from diffshard.checks.hlo import with_host_memory
+from diffshard.garbage_collection import rare_collections
 from diffshard.live_progress import ProgressDisplay, live_line
 from diffshard.plans.base import PlanData
-from diffshard.plans.formats import format_bytes, format_count, format_devices, format_s, short_name
 from diffshard.plans.page import format_page
 from diffshard.plans.page_elements import NOT_PLANNED, planned_function_element
+from diffshard.plans.printing import format_bytes, format_count, format_devices, format_s, short_name
 from diffshard.processes import errors_for_all, processes_of
-from diffshard.rare_collections import rare_collections
 from diffshard.sharding_search.call import (
     Call,
     Structure,

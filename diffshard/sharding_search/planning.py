@@ -17,7 +17,7 @@ from cost.memory import least_memory
 from diffshard.base import OPTIMAL_GAP, Deadline, InfeasibleError, Progress, Solution
 from diffshard.outer_search import CutOffError
 from diffshard.plans.base import Operation, PlannedObjective, PredictedCollective, Tensor
-from diffshard.plans.formats import short_name
+from diffshard.plans.printing import short_name
 from diffshard.plans.sections import PredictedComputing
 from diffshard.sharding_search.carried import planned_residuals, planned_scales
 from diffshard.sharding_search.executors import default_executor, executor_notes

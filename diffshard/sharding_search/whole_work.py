@@ -4,7 +4,7 @@ import warnings
 from dataclasses import replace
 
 from diffshard.plans.base import PlanData
-from diffshard.plans.formats import format_count, short_name
+from diffshard.plans.printing import format_count, short_name
 from diffshard.plans.sections import WholeWork, WholeWorkWarning, warning_of
 from diffshard.sharding_search.request import PlanRequest
 from search_spaces.sharding.base import Layout

@@ -10,8 +10,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from cost.embedding_tables import step_s
 from cost.real_numbers import Amount, Count
-from diffshard.plans.formats import format_bytes, format_count, format_devices, format_s, format_table, wrapped
 from diffshard.plans.plan_record import Certified, History, check_certificate
+from diffshard.plans.printing import format_bytes, format_count, format_devices, format_s, format_table, wrapped
 from diffshard.tables.hot_rows import RowOrder, check_orders
 from diffshard.tables.layout import Layout, layout_of
 from diffshard.tables.learned_cost import LearnedPrediction

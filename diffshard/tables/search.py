@@ -18,8 +18,8 @@ from cost.base import Hardware
 from cost.real_numbers import Amount, Count, Index, Limit, checked_number
 from diffshard.base import InfeasibleError, PlanError, Solution
 from diffshard.host_memory import check_host_memory
-from diffshard.plans.formats import format_bytes
 from diffshard.plans.plan_record import History
+from diffshard.plans.printing import format_bytes
 from diffshard.processes import errors_for_all, processes_of
 from diffshard.sharding_search.options import hardware_for
 from diffshard.solving.solve import SolveOptions, checked_solve_options

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 import diffshard
-from diffshard.plans.formats import format_bytes
+from diffshard.plans.printing import format_bytes
 from experiments.pipelines.gpt_step import GptSize, shapes, step_of
 from experiments.tables import print_table
 

@@ -114,7 +114,7 @@ class ShardingStrategy(NamedTuple):
       format: the name of the format to which the operands of a product are rounded before they are multiplied; "" for
         a product that runs as it was traced, and for every other operation. Of a shared reshard that to which its value
         is rounded once, for all products that read it so where it is.
-      sent_in: the format of the codes in which partial sums are sent, a key of `codes.FORMATS`; "" for no codes.
+      sent_in: the format of the codes in which partial sums are sent, a key of `codes.CODES`; "" for no codes.
       kept_in: the format of the codes as which the result is kept for the backward pass; "" for no codes. In the
         problem it is chosen by the shared reshard of the value.
       exchanged_in: the format of the codes as which the result is exchanged between devices; "" for no codes. In the
@@ -139,7 +139,7 @@ class Coded(NamedTuple):
 
     Attributes:
       vertex: the index of the operation.
-      format: a key of `codes.FORMATS`.
+      format: a key of `codes.CODES`.
       kind: "sum" for its partial sums, which are sent as codes; "kept" for its result, which is kept as codes for the
         backward pass; "exchange" for its result, which is exchanged between devices as codes.
     """

@@ -14,7 +14,7 @@ from typing import Any
 from search_spaces.communication.collectives import decode, encode, encoded_bytes
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Layout, ReshardStep
-from search_spaces.sharding.codes import FORMATS
+from search_spaces.sharding.codes import CODES
 from search_spaces.sharding.graph import Graph, Value, Vertex, follows_contraction, is_contraction, leads_to_contraction
 from search_spaces.sharding.local_blocks import Blocks
 from search_spaces.sharding.resharding import Paths
@@ -62,7 +62,7 @@ def is_exchange(path: Paths, value: Value, source: IndexedSpec, target: IndexedS
 
 def exchange_bytes(value: Value, name: str) -> float:
     """Returns the bytes of a whole value as codes with the scales of whole rows."""
-    return float(prod(value.shape[:-1]) * encoded_bytes(FORMATS[name], value.shape[-1]))
+    return float(prod(value.shape[:-1]) * encoded_bytes(CODES[name], value.shape[-1]))
 
 
 def exchanged_specs(graph: Graph, layout: Layout, vertex: Vertex) -> tuple[IndexedSpec, IndexedSpec] | None:
@@ -96,7 +96,7 @@ def run_exchange(
     blocks: Blocks, block: Any, value: Value, source: IndexedSpec, steps: Sequence[ReshardStep], name: str
 ) -> Any:
     """Returns the block of a value after some steps, which move codes of it."""
-    precision, row = FORMATS[name], block.shape[-1]
+    precision, row = CODES[name], block.shape[-1]
     codes = encode(block, precision)
     of_row = codes.shape[block.ndim - 1 :]
     num_bytes = prod(of_row) * parts_of(source, blocks.axis_sizes)[-1]

@@ -13,11 +13,11 @@ from search_spaces.sharding.graph import Graph, Vertex, leads_to_contraction
 from search_spaces.sharding.local_operations import combiner
 from search_spaces.sharding.product_formats import UNCERTAIN, is_backward
 
-FORMATS: dict[str, Precision] = {"bfloat16": BFLOAT16, "float8": FLOAT8, "int8": INT8, "int4": INT4}
+CODES: dict[str, Precision] = {"bfloat16": BFLOAT16, "float8": FLOAT8, "int8": INT8, "int4": INT4}
 """The formats of codes, by name."""
 FEEDBACK = " with error feedback"
 """Ends the name of a format in which sums are sent where the next step adds what rounding loses of them."""
-SUMS = (*FORMATS, *(name + FEEDBACK for name in FORMATS))
+SUMS = (*CODES, *(name + FEEDBACK for name in CODES))
 """The names of the formats in which sums can be sent."""
 _SUMS = {*CONTRACTIONS, "scatter-add"}
 """Operations whose partial sums are as large as weights or activations."""
@@ -30,7 +30,7 @@ def has_feedback(name: str) -> bool:
 
 def precision_of(name: str) -> Precision:
     """Returns the codes of a format of sums."""
-    return FORMATS[name.removesuffix(FEEDBACK)]
+    return CODES[name.removesuffix(FEEDBACK)]
 
 
 def sums_in(vertex: Vertex, name: str) -> bool:
@@ -46,12 +46,12 @@ def sums_in(vertex: Vertex, name: str) -> bool:
 
 def is_narrower(name: str, dtype: jnp.dtype) -> bool:
     """Returns whether a type is of floating-point numbers that have more bits than a format."""
-    return bool(jnp.issubdtype(dtype, jnp.floating)) and FORMATS[name].bits < 8 * dtype.itemsize
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and CODES[name].bits < 8 * dtype.itemsize
 
 
 def in_codes(array: jax.Array, name: str) -> jax.Array:
     """Returns the numbers that the codes of an array have in a format, in the array's type."""
-    return decode(encode(array, FORMATS[name]), FORMATS[name], array.shape[-1]).astype(array.dtype)
+    return decode(encode(array, CODES[name]), CODES[name], array.shape[-1]).astype(array.dtype)
 
 
 def directions(graph: Graph) -> list[str]:

@@ -24,8 +24,7 @@ from search_spaces.replay import bind
 from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy
 from search_spaces.sharding.coded_exchanges import run_exchange
 from search_spaces.sharding.coded_sums import coded_sum, finish_sum
-from search_spaces.sharding.codes import FORMATS as CODES
-from search_spaces.sharding.codes import precision_of
+from search_spaces.sharding.codes import CODES, precision_of
 from search_spaces.sharding.delayed_scales import DelayedScales, Scales
 from search_spaces.sharding.executor import Flow, Keeping, ReadOperand
 from search_spaces.sharding.graph import Graph, Value, Vertex, follows_contraction, rank_of

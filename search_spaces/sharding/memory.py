@@ -12,7 +12,7 @@ import numpy as np
 
 from cost.memory import memory_profile, numbered_times
 from search_spaces.sharding.base import Node, Rule, ShardingStrategy
-from search_spaces.sharding.codes import FORMATS as CODES
+from search_spaces.sharding.codes import CODES
 from search_spaces.sharding.fusion import Fusing, is_pointwise
 from search_spaces.sharding.graph import Graph, Value, Vertex, values_of
 from search_spaces.sharding.host_state import HostArray, bytes_on

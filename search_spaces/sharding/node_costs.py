@@ -14,8 +14,7 @@ from cost.edges import map_by_key
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Coded, FormatKey, Layout, Node, ShardingStrategy, coded_by
 from search_spaces.sharding.coded_sums import finished_steps
-from search_spaces.sharding.codes import FORMATS as CODES
-from search_spaces.sharding.codes import precision_of
+from search_spaces.sharding.codes import CODES, precision_of
 from search_spaces.sharding.fusion import PICKS
 from search_spaces.sharding.graph import Operand, Value, Vertex, copies_over_host_link, trips_of
 from search_spaces.sharding.kernels import Kernels

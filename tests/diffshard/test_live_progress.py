@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh
 
 import diffshard
 from diffshard.live_progress import live_line, state_text
-from diffshard.plans.formats import format_s
+from diffshard.plans.printing import format_s
 
 MESH = AbstractMesh((2,), ("x",))
 ERASE_LINE = "\x1b[2K"

@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 
 from diffshard.bilevel_search.plans.base import BilevelPlanData, NodePlan, TrainedCandidate, ValidationRuns
-from diffshard.plans.formats import (
+from diffshard.plans.page_elements import COLOURS, Dot, cards, document, escape, plain_bar, scatter, table
+from diffshard.plans.printing import (
     format_bytes,
     format_count,
     format_devices,
@@ -13,7 +14,6 @@ from diffshard.plans.formats import (
     is_shown,
     wrapped,
 )
-from diffshard.plans.page_elements import COLOURS, Dot, cards, document, escape, plain_bar, scatter, table
 
 _MAX_CANDIDATES = 12
 """Lines of the table of candidates; the page shows all of them."""

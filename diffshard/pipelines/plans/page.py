@@ -22,18 +22,17 @@ from diffshard.pipelines.plans.text import (
     time_rows,
     tried_rows,
 )
-from diffshard.plans.formats import (
+from diffshard.plans.name_patterns import group_names, readable_path
+from diffshard.plans.page_elements import COMPUTE, Html, axis_fills, bar, cards, document, escape, table
+from diffshard.plans.printing import (
     format_array,
     format_bytes,
     format_count,
     format_percent,
     format_s,
     format_spec,
-    group_names,
-    readable_path,
     short_name,
 )
-from diffshard.plans.page_elements import COMPUTE, Html, axis_fills, bar, cards, document, escape, table
 from diffshard.plans.summary import local_bytes
 
 _RESIDUALS = "#d9822b"  # of the bar of memory, as in the drawings of memory of ordinary plans

@@ -12,8 +12,8 @@ from cost.pipeline_schedules import BACKWARD, FORWARD, SEND_BACKWARD, SEND_FORWA
 from diffshard.pipelines.plans.base import PipelinePlanData
 from diffshard.pipelines.plans.consistency import simulated, simulated_steps
 from diffshard.pipelines.plans.text import layer_range
-from diffshard.plans.formats import format_percent, format_s
 from diffshard.plans.page_elements import escape, text_in
+from diffshard.plans.printing import format_percent, format_s
 
 KINDS: dict[int | None, str] = {
     FORWARD: "forward",

@@ -9,7 +9,7 @@ from dataclasses import replace
 from cost.pipeline_schedules import splits_backward
 from diffshard.pipelines.plans.base import PipelinePlanData, PlannedStage
 from diffshard.pipelines.plans.consistency import simulated
-from diffshard.plans.formats import (
+from diffshard.plans.printing import (
     format_axes,
     format_bytes,
     format_count,

@@ -14,7 +14,7 @@ from diffshard.pipelines.cutting import cut_step, uncut_step
 from diffshard.pipelines.execution import StagedExecution
 from diffshard.pipelines.microbatches import BatchArguments
 from diffshard.pipelines.plans.consistency import from_json, to_json
-from diffshard.plans.formats import format_s
+from diffshard.plans.printing import format_s
 from experiments.pipelines.stage_memory import compiled_program
 from search_spaces.pipelines import example_groups
 from search_spaces.pipelines.divided_program import with_split_backward

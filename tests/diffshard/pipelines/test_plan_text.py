@@ -3,7 +3,7 @@
 import dataclasses
 
 from diffshard.pipelines.plans.text import short_source
-from diffshard.plans.formats import TEXT_WIDTH
+from diffshard.plans.printing import TEXT_WIDTH
 from tests.diffshard.pipelines.small_pipeline_plan import small_pipeline_plan
 
 EXPECTED = """\

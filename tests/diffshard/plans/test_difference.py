@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import diffshard
 from diffshard.plans.difference_data import align_operations
-from diffshard.plans.formats import TEXT_WIDTH
+from diffshard.plans.printing import TEXT_WIDTH
 from tests.diffshard.plans.page_checker import checked_page
 from tests.diffshard.plans.small_plan import operation, small_plan
 

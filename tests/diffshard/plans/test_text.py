@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from diffshard.plans.formats import format_spec
+from diffshard.plans.printing import format_spec
 from diffshard.plans.summary import alike_arguments, collective_totals, dearest_operations, device_bytes
 from diffshard.plans.text import format_plan
 from tests.diffshard.plans.small_files import full_plan

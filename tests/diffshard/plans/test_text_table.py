@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from diffshard.command.line import main
 from diffshard.plans.base import PredictedCollective, Tensor
 from diffshard.plans.comparison import ComparedPlan, Comparison
-from diffshard.plans.formats import TEXT_WIDTH, format_table, wrapped
 from diffshard.plans.page import format_page
+from diffshard.plans.printing import TEXT_WIDTH, format_table, wrapped
 from tests.diffshard.bilevel_search.plans.test_plan import proved_plan
 from tests.diffshard.plans.page_checker import checked_page
 from tests.diffshard.plans.small_plan import small_plan

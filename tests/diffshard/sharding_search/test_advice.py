@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
 import diffshard
-from diffshard.plans.formats import format_bytes, format_s
 from diffshard.plans.page import format_page
+from diffshard.plans.printing import format_bytes, format_s
 from diffshard.plans.sections import LEAST_SHARE, MOST_LINES, Advice
 from diffshard.sharding_search.number_formats import product_groups
 from diffshard.sharding_search.options import Options

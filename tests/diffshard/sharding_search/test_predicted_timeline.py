@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 import diffshard
 from diffshard.checks.timeline import COMPUTE
-from diffshard.plans.formats import format_s
+from diffshard.plans.printing import format_s
 
 MESH = AbstractMesh((4,), ("x",), axis_types=(AxisType.Auto,))
 LINKS = {"x": diffshard.Link(1e-6, 1e-9)}

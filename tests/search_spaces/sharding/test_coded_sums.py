@@ -14,7 +14,7 @@ from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import space_of, trace_function
 from search_spaces.sharding.base import Coded
 from search_spaces.sharding.coded_sums import coded_sum, sum_in_parts
-from search_spaces.sharding.codes import FORMATS, directions, is_narrower, sums_in
+from search_spaces.sharding.codes import CODES, directions, is_narrower, sums_in
 from search_spaces.sharding.format_gains import gains_s, in_own_formats
 
 ROWS, WIDTH = 16, 8
@@ -53,14 +53,14 @@ def summed(space):
 
 
 @pytest.mark.parametrize("fn", [product, lookup])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", CODES)
 def test_one_device_sums_parts_as_devices_do(fn, name):
     args = arrays()
     space, mesh = space_for(fn, args, (4,))
     (vertex,) = summed(space)
     rule = space.rules[vertex.index]
     assert rule is not None
-    expected = sum_in_parts(vertex, rule, _operands(fn, vertex, args), 4, FORMATS[name])[0]
+    expected = sum_in_parts(vertex, rule, _operands(fn, vertex, args), 4, CODES[name])[0]
     exact = fn(*args)
     assert not np.allclose(expected, exact, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(expected, exact, rtol=0.1, atol=2.5)
@@ -129,7 +129,7 @@ def test_the_price_of_a_sum_in_codes_by_hand():
 def test_a_choice_costs_what_its_prediction_adds_up_to():
     args = jax.ShapeDtypeStruct((4096, 4096), jnp.float32), jax.ShapeDtypeStruct((8192, 4096), jnp.float32)
     space, _ = space_for(gradient, args, (4,), {"hosts": diffshard.Link(1e-6, 1e-10)})
-    free = space.with_formats({Coded(v.index, name): 0.0 for v in summed(space) for name in FORMATS})
+    free = space.with_formats({Coded(v.index, name): 0.0 for v in summed(space) for name in CODES})
     for seed in range(8):
         generator = np.random.default_rng(seed)
         choice = [int(generator.integers(len(node.strategies))) for node in free.nodes]
@@ -153,6 +153,6 @@ def test_which_sums_have_which_formats():
     space, _ = space_for(gradient, args, (2,))
     kinds = [directions(space.graph)[v.index] for v in summed(space)]
     assert kinds == ["forward", "forward", "gradient", "backward", "gradient"]
-    assert [name for name in FORMATS if is_narrower(name, jnp.dtype("float32"))] == list(FORMATS)
-    assert [name for name in FORMATS if is_narrower(name, jnp.dtype("bfloat16"))] == ["float8", "int8", "int4"]
-    assert not any(is_narrower(name, jnp.dtype("int32")) for name in FORMATS)
+    assert [name for name in CODES if is_narrower(name, jnp.dtype("float32"))] == list(CODES)
+    assert [name for name in CODES if is_narrower(name, jnp.dtype("bfloat16"))] == ["float8", "int8", "int4"]
+    assert not any(is_narrower(name, jnp.dtype("int32")) for name in CODES)

@@ -12,7 +12,7 @@ from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import space_of, trace_function
 from search_spaces.communication.collectives import decode, encode
 from search_spaces.sharding.base import Coded
-from search_spaces.sharding.codes import FORMATS
+from search_spaces.sharding.codes import CODES
 from search_spaces.sharding.graph import Value
 from search_spaces.sharding.kept_codes import LateReads
 from search_spaces.sharding.memory import memory_use
@@ -39,7 +39,7 @@ def arrays():
 
 
 def rounded(array, name):
-    return decode(encode(array, FORMATS[name]), FORMATS[name], array.shape[-1])
+    return decode(encode(array, CODES[name]), CODES[name], array.shape[-1])
 
 
 def space_for(fn, args, num_devices=2):

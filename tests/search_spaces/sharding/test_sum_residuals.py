@@ -8,7 +8,7 @@ import pytest
 import diffshard
 from search_spaces.sharding.base import Coded
 from search_spaces.sharding.coded_sums import can_be_coded, part_residuals, sum_in_parts
-from search_spaces.sharding.codes import FORMATS, SUMS, has_feedback, precision_of, sums_in
+from search_spaces.sharding.codes import CODES, SUMS, has_feedback, precision_of, sums_in
 from search_spaces.sharding.memory import memory_use
 from search_spaces.sharding.sum_residuals import refitted, residual_of, trips_of
 from tests.search_spaces.sharding.test_coded_sums import WIDTH, arrays, product, space_for, summed
@@ -75,11 +75,11 @@ def test_one_device_sums_parts_as_devices_do_in_several_steps(name):
     (form,) = space.device_program(program_layout(space, vertex, number, name), mesh).residuals.values()
     result, of_parts, of_devices = None, part_residuals(vertex, rule, 4), jnp.zeros(form.shape)
     for _ in range(3):
-        result, of_parts = sum_in_parts(vertex, rule, args, 4, FORMATS[name], of_parts)
+        result, of_parts = sum_in_parts(vertex, rule, args, 4, CODES[name], of_parts)
         on_devices, of_devices = program(*args, of_devices)
         np.testing.assert_allclose(result, on_devices, rtol=1e-5, atol=1e-4)
     assert result is not None
-    assert not np.allclose(result, sum_in_parts(vertex, rule, args, 4, FORMATS[name])[0], atol=1e-3)
+    assert not np.allclose(result, sum_in_parts(vertex, rule, args, 4, CODES[name])[0], atol=1e-3)
 
 
 def program_layout(space, vertex, number, name):
@@ -155,6 +155,6 @@ def test_the_memory_and_the_seconds_of_residuals_by_hand():
 
 
 def test_names_of_formats():
-    assert [name for name in SUMS if not has_feedback(name)] == list(FORMATS)
-    assert precision_of("float8 with error feedback") == FORMATS["float8"]
+    assert [name for name in SUMS if not has_feedback(name)] == list(CODES)
+    assert precision_of("float8 with error feedback") == CODES["float8"]
     assert not has_feedback("")

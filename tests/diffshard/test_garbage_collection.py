@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from diffshard.rare_collections import rare_collections
+from diffshard.garbage_collection import rare_collections
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffshard.plans.formats import format_bytes, format_s, group_names, readable_path
+from diffshard.plans.name_patterns import group_names, readable_path
+from diffshard.plans.printing import format_bytes, format_s
 
 
 def patterns(names, keys=None):

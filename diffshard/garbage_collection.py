@@ -1,8 +1,8 @@
-"""Rarer searches for circles of objects, while many objects are made of which none can be freed.
+"""Garbage is looked for less often while a function is traced.
 
-Python looks for circles after every few hundred new objects, each time among more of the older ones. A traced function
-is hundreds of thousands of objects that all stay: looking took a quarter of the time of JAX's tracing. Circles are
-still found, only later.
+Python looks for objects that only refer to each other after every few hundred new ones, each time among more of the
+older ones. A traced function is hundreds of thousands of objects that all stay: looking took a quarter of the time of
+JAX's tracing. What can be freed still is, only later.
 """
 
 import gc
@@ -21,7 +21,7 @@ _before: list[tuple[int, int, int]] = []
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Lets Python look for circles less often inside a block, in all threads.
+    """Lets Python look for garbage less often inside a block, in all threads.
 
     What was set before holds again when the last of several blocks at the same time ends. Where looking is switched
     off, or rarer already, nothing changes.
