@@ -24,7 +24,7 @@ from diffshard.checks.kernel_work import achievable_rates
 from diffshard.checks.timeline import simulate
 from diffshard.checks.verify import predicted_sent_bytes
 from diffshard.pipelines.cutting import cut_step, uncut_step
-from diffshard.pipelines.layer_graphs import layer_chain
+from diffshard.pipelines.layer_chain import layer_chain
 from diffshard.pipelines.microbatches import BatchArguments
 from experiments.host_devices import AXIS_NAMES, parse_mesh
 from experiments.models.gpt import GPT, Sizes, next_token_loss

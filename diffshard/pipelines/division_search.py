@@ -17,7 +17,7 @@ from cost.clusters import Cluster
 from cost.pipeline_schedules import Schedule, graph_of, kept_microbatches, splits_backward
 from cost.pipeline_steps import pipeline_step
 from cost.pipeline_times import StageTimes
-from diffshard.pipelines.layer_graphs import LayerChain
+from diffshard.pipelines.layer_chain import LayerChain
 from diffshard.pipelines.stage_programme import (
     Division,
     Objective,

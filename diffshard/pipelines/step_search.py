@@ -15,7 +15,7 @@ from diffshard.live_progress import LiveLine
 from diffshard.pipelines.cutting import CutStep, UncutStep, cut_step
 from diffshard.pipelines.division_search import DivisionSearch
 from diffshard.pipelines.even_division import EvenDivisionSearch
-from diffshard.pipelines.layer_graphs import LayerChain, layer_chain
+from diffshard.pipelines.layer_chain import LayerChain, layer_chain
 from diffshard.pipelines.options import PipelineOptions, SearchProgress, memory_limit_of, mesh_shape
 from diffshard.pipelines.stage_function import StageFunction, weigh
 from diffshard.pipelines.stage_search import Entry, FoundDivision, StageLayout, stage_request

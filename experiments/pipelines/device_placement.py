@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diffshard.pipelines.layer_graphs import LayerGraph, least_load
+from experiments.pipelines.layer_graphs import LayerGraph, least_load
 from experiments.tables import print_table
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "pipelines"

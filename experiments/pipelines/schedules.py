@@ -35,7 +35,7 @@ from cost.pipeline_schedules import (
 )
 from cost.pipeline_times import StageTimes, simulate
 from diffshard.pipelines.cutting import cut_step, uncut_step
-from diffshard.pipelines.layer_graphs import layer_chain
+from diffshard.pipelines.layer_chain import layer_chain
 from diffshard.pipelines.microbatches import BatchArguments
 from experiments.pipelines.found_pipelines import hosts_of
 from experiments.pipelines.gpt_step import GptSize, add_size_options, shapes, size_from, step_of

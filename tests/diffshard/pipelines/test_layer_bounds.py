@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh
 
 from cost.base import Hardware, Link
 from diffshard.pipelines.cutting import cut_step, uncut_step
-from diffshard.pipelines.layer_graphs import layer_chain
+from diffshard.pipelines.layer_chain import layer_chain
 from diffshard.pipelines.microbatches import BatchArguments
 from diffshard.pipelines.stage_function import StageFunction
 from diffshard.pipelines.stage_search import search_stage

@@ -3,7 +3,7 @@
 import numpy as np
 
 from diffshard.pipelines.cutting import uncut_step
-from diffshard.pipelines.layer_graphs import layer_chain
+from diffshard.pipelines.layer_chain import layer_chain
 from diffshard.pipelines.microbatches import BatchArguments
 from tests.diffshard.pipelines.scanned_models import LAYERS, WIDTH, arguments, train_step
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from diffshard.pipelines.layer_graphs import LayerGraph, ideals, least_load
+from experiments.pipelines.layer_graphs import LayerGraph, ideals, least_load
 
 DIAMOND = np.array([(0, 1), (0, 2), (1, 3), (2, 3)])
 
