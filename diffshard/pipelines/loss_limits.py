@@ -17,6 +17,7 @@ from cost.real_numbers import Limit, checked_number
 from diffshard.pipelines.delayed_gradients import DelayedArray, TracedStep, current_version, delayed, traced_step
 from diffshard.sharding_search.call import Structure, array_paths, split
 from diffshard.sharding_search.format_losses import LATE_SHARE, increase_between
+from diffshard.sharding_search.number_formats import check_loss
 from diffshard.sharding_search.training_calls import loss_result
 
 Run = Sequence[tuple[Any, ...]]
@@ -48,6 +49,7 @@ class LossLimit:
 
     def __post_init__(self):
         checked_number("LossLimit.max_loss_increase", self.max_loss_increase, Limit)
+        check_loss("LossLimit.loss", self.loss)
         if not self.validation_runs or not all(self.validation_runs):
             raise ValueError("`LossLimit.validation_runs` must be trainings of one call or more each.")
         calls = [call for run in self.validation_runs for call in run]

@@ -108,10 +108,7 @@ class Formats:
         if self.looks is not None:
             checked_number("Formats.looks", self.looks, Count)
         checked_number("Formats.rounds", self.rounds, Index)
-        if self.loss is not None and not isinstance(self.loss, str):
-            raise TypeError(
-                f'`Formats.loss` must be the path of a result, such as "result[1]", or None, not {self.loss!r}.'
-            )
+        check_loss("Formats.loss", self.loss)
         if self.increases_by not in ("looks", "gradients"):
             raise ValueError(f'`Formats.increases_by` must be "looks" or "gradients", not {self.increases_by!r}.')
         _check_measurements(self)
@@ -132,6 +129,12 @@ class Formats:
         if self.looks is None:
             return list(range(0, last + 1, self.steps))
         return [round(i * last / max(1, self.looks - 1)) for i in range(self.looks)]
+
+
+def check_loss(name: str, loss: Any) -> None:
+    """Checks that what names the loss among the results may be a path; raises `TypeError` if not."""
+    if loss is not None and not isinstance(loss, str):
+        raise TypeError(f'`{name}` must be the path of a result, such as "result[1]", or None, not {loss!r}.')
 
 
 class ProductGroup(NamedTuple):

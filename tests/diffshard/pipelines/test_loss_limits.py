@@ -99,6 +99,8 @@ def test_what_cannot_be_measured_or_chosen_is_refused():
         pipelined(optimizer, limit, schedules=("2bw",)).plan(*limit.validation_runs[0][0])
     with refused(match=r"`LossLimit.max_loss_increase` must be a positive number, not -1"):
         diffshard.pipelines.LossLimit(-1, runs_of(optimizer))
+    with pytest.raises(TypeError, match=r"`LossLimit.loss` must be the path of a result, .*, not 3"):
+        diffshard.pipelines.LossLimit(1.0, runs_of(optimizer), loss=3)  # pyright: ignore[reportArgumentType]
     with refused(match=r"`LossLimit.validation_runs` must be trainings of one call or more each"):
         diffshard.pipelines.LossLimit(1, [[]])
     with refused(match="`Pipeline.predicted_steps` and `loss_limit` are for the schedule '2bw'"):
