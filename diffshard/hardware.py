@@ -35,7 +35,7 @@ __all__ = [
     "save_hardware",
 ]
 
-_FILE = RecordFile(HARDWARE, 1)
+_FILE = RecordFile(HARDWARE, 2)
 
 
 def calibrate(

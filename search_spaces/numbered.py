@@ -38,7 +38,7 @@ class NumberedSpace:
         return tuple(int(s) for s in choice)
 
     def explain(self, choice: Sequence[int]) -> tuple[Part, ...]:
-        """Returns a part for each node, for each edge (its second node pays) and for the largest load.
+        """Returns a part for each node, for each edge (its second node pays) and for the largest load of each group.
 
         Raises:
           ValueError: as `decode`.
@@ -52,8 +52,8 @@ class NumberedSpace:
             for (u, v), seconds in zip(edges, edge_s, strict=True)
         ]
         if len(load_s):
-            busiest_s = [float(load_s[group].max()) for group in load_groups(self.problem)]
-            parts += [Part("the busiest device", "load", None, seconds) for seconds in busiest_s]
+            largest_s = [float(load_s[group].max()) for group in load_groups(self.problem)]
+            parts += [Part(f"the largest load of group {g}", "load", None, s) for g, s in enumerate(largest_s)]
         return tuple(parts)
 
 

@@ -15,6 +15,8 @@ for all other solvers, and for the price of any division.
 Source: for the pipeline, the synchronous 1F1B schedule of Narayanan et al. (2021).
 """
 
+import contextlib
+import reprlib
 from collections.abc import Sequence
 from functools import partial
 from numbers import Integral
@@ -239,8 +241,12 @@ def _checked_transfer(transfer: np.ndarray | Sequence) -> np.ndarray:
 
 def _checked_numbers(numbers: np.ndarray | Sequence | float, name: str) -> np.ndarray:
     array = as_array(numbers)
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if array.dtype.kind in "OV":  # fractions and large integers, and the short floats of JAX
+            array = array.astype(float)
     if not is_real(array) or np.isnan(array).any() or (array < 0).any():
-        raise ValueError(f"`{name}` must be numbers that are not negative or NaN, got {array.tolist()}.")
+        shown = reprlib.repr(array.tolist())
+        raise ValueError(f"`{name}` must be numbers that are not negative or NaN, got {shown}.")
     return array.astype(float)
 
 

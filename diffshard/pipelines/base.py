@@ -204,7 +204,7 @@ class Pipeline:
 def _check_names(field: str, given: Any, allowed: Sequence[str]) -> None:
     """Checks that a field is a tuple or list of names, each once."""
     if isinstance(given, str) or not isinstance(given, Sequence):
-        example = given if given in allowed else allowed[0]
+        example = given if isinstance(given, str) and given in allowed else allowed[0]
         raise TypeError(f"`Pipeline.{field}` must be a tuple of names, such as ({example!r},), not {given!r}.")
     if not given or any(name not in allowed for name in given):
         raise ValueError(f"`Pipeline.{field}` must be some of {tuple(allowed)}, not {given!r}.")

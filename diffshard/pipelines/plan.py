@@ -1,5 +1,6 @@
 """A plan of a pipeline as users have it: data that can be shown, saved, loaded, and applied to a step."""
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Any, Literal
 
 from cost.base import Hardware
 from cost.clusters import Cluster
-from cost.presets import PRESET_NAMES, device_and_network
+from cost.presets import PRESET_NAMES, device_and_network, preset_name_of
 from diffshard.base import PlanError
 from diffshard.live_progress import LiveLine
 from diffshard.pipelines.base import Pipeline
@@ -74,7 +75,7 @@ class PipelinePlan(PipelinePlanData, PlanRecord):
           fn: the training step that the plan was made for.
           devices: as many as the plan's, in hosts of as many, in the same order: JAX devices, or a `Cluster`.
           hardware: of JAX devices, as in `diffshard.search`; None takes them for what the plan was made for, if that is
-            one preset, else for what they are. A `Cluster` has its own.
+            one preset and none of them is known to be another one, else for what they are. A `Cluster` has its own.
           check: "numbers" holds the first call against one device, as in `diffshard.search`.
 
         Raises:
@@ -85,7 +86,7 @@ class PipelinePlan(PipelinePlanData, PlanRecord):
         if check not in ("numbers", None):
             raise ValueError(f'`check` must be "numbers" or None, not {check!r}: the plan is made.')
         if hardware is None and not isinstance(devices, Cluster):
-            hardware = self._preset()
+            hardware = self._preset_for(devices)
         is_offloading = any(stage.num_offloaded for stage in self.all_stages)
         limits = {stage.memory_limit_bytes * self.stages_per_device for stage in self.all_stages}
         pipeline = Pipeline(
@@ -119,10 +120,15 @@ class PipelinePlan(PipelinePlanData, PlanRecord):
         check_cluster(self, options.cluster)
         return PipelinedFunction(options, PipelinePlan, partial(_applied, self))
 
-    def _preset(self) -> str | None:
-        """Returns the preset that the plan was made for; None for several kinds of hosts, and for other hardware."""
+    def _preset_for(self, devices: Any) -> str | None:
+        """Returns the preset that the plan was made for; None where there is none, and for devices of other presets."""
         presets = {device_and_network(name)[0].name: name for name in PRESET_NAMES}
-        return presets.get(self.stages[0].hardware) if self.cluster.count(" x ") == 1 else None
+        own = presets.get(self.stages[0].hardware.split(", shared by ")[0]) if self.cluster.count(" x ") == 1 else None
+        for device in devices if isinstance(devices, Sequence) else getattr(devices, "flat", ()):
+            with contextlib.suppress(ValueError):  # of a kind that has no preset
+                if getattr(device, "platform", "cpu") != "cpu" and preset_name_of(device.device_kind) != own:
+                    return None
+        return own
 
 
 def _applied(

@@ -223,10 +223,7 @@ def _search_of(plan: PipelinePlanData, searches: Sequence[StepSearch]) -> StepSe
     if search is None:
         raise PlanError(f"The plan has {plan.num_microbatches} micro-batches, into which this batch is not divided.")
     if not plan.decisions:
-        raise PlanError(
-            "The plan can only be shown: it was saved by a version that did not save the plans of the stages. Search "
-            "again, and save the new plan."
-        )
+        raise PlanError("The plan can only be shown: it has no `decisions`, the plans of its stages. Search again.")
     check_cluster(plan, search.options.cluster)
     own = planned_facts(search.step)
     for name, text in own.items():

@@ -10,8 +10,8 @@ and its memory by `memory.py`. Small sections, such as advice, are in `sections.
 JSON. `comparison.py` has plans beside the programs that XLA makes of them, and `timeline.py` what these do when.
 
 All kinds of plans share `plan_record.py`, which says how good a plan is known to be, and has the protocol of those that
-are one record, `documents.py` for their files, `store.py` for folders of them, `formats.py` for quantities, tables and
-names, `page_elements.py` for the parts, drawings and style of a page.
+are one record, `documents.py` for their files, `store.py` for folders of them, `printing.py` for quantities and
+tables, `name_patterns.py` for names that repeat, `page_elements.py` for the parts, drawings and style of a page.
 """
 
 from typing import TYPE_CHECKING

@@ -71,9 +71,18 @@ def _check_predictions(plan: PlanData, operations: Iterable[Operation]) -> None:
 
 
 def _check_positions(plan: PlanData) -> None:
-    with_arrays = {re.split(r"\W", tensor.path, maxsplit=1)[0] for tensor in plan.arguments}
+    """Checks that each array is of a parameter, and that those that are static have none."""
+    of_name = {name: re.compile(rf"{re.escape(name)}(?!\w)") for name in plan.parameters}
+    with_arrays = set[str]()
+    for tensor in plan.arguments:
+        names = [name for name, begin in of_name.items() if begin.match(tensor.path)]
+        with_arrays.update(names)
+        if not names:
+            raise ValueError(f"`parameters` are {plan.parameters}, but `arguments` has {tensor.path!r} of none of them")
     for number in plan.static_argnums:
-        if number < len(plan.parameters) and plan.parameters[number] in with_arrays:
+        if number >= len(plan.parameters):
+            raise ValueError(f"`static_argnums` has {number}, but there are {len(plan.parameters)} `parameters`")
+        if plan.parameters[number] in with_arrays:
             raise ValueError(f"`static_argnums` has {number}, but {plan.parameters[number]} has arrays in `arguments`")
 
 

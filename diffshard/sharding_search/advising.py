@@ -23,9 +23,9 @@ from diffshard.sharding_search.step_objective import step_s
 from search_spaces.base import Choice
 from search_spaces.sharding.format_gains import best_formats
 from search_spaces.sharding.memory import memory_use
+from search_spaces.sharding.one_device import on_one_device
 from search_spaces.sharding.product_formats import takes_formats
 from search_spaces.sharding.space import ShardingSpace
-from search_spaces.sharding.strategies import whole_strategy
 
 _LEAST_SOLVER_S, _SOLVER_SHARE = 3.0, 0.5
 """Seconds that a problem of advice may take, and the share of the plan's own search that it may take beyond that."""
@@ -104,17 +104,15 @@ def _of_choice(request: PlanRequest, plan: Plan, deadline: Deadline) -> Iterator
 
 def _of_one_device(request: PlanRequest, plan: Plan) -> Iterator[Advice]:
     """Compares a step whose timeline mostly waits for links with the same step on one device, which waits for none."""
-    space, timeline = request.space, plan.timeline
-    fits = sum(tensor.num_bytes for tensor in plan.arguments) <= plan.memory_limit_bytes
-    if timeline is None or timeline.seconds < _MOSTLY_WAITING * plan.compute_s or not fits or plan.objective:
+    timeline = plan.timeline
+    if timeline is None or timeline.seconds < _MOSTLY_WAITING * plan.compute_s or plan.objective:
         return
-    whole = ((v, whole_strategy(v)) for v in space.graph.operations())
-    seconds = sum(space.node_costs.chosen_compute_s(vertex, strategy) for vertex, strategy in whole)
-    less = timeline.seconds - seconds
-    if less > LEAST_SHARE * timeline.seconds:
+    alone = on_one_device(request.space)
+    less = timeline.seconds - alone.step_s
+    if less > LEAST_SHARE * timeline.seconds and alone.peak_bytes <= plan.memory_limit_bytes:
         words = (
             f"{format_s(less)} ({format_percent(less / timeline.seconds)}) less by the timeline: one device alone "
-            f"takes {format_s(seconds)}, without waiting for links; take fewer devices, or a larger batch or model"
+            f"takes {format_s(alone.step_s)}, without waiting for links; take fewer devices, or a larger batch or model"
         )
         yield Advice(words, min(less, plan.step_s))
 

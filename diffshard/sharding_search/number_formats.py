@@ -225,8 +225,8 @@ def _check_measurements(formats: Formats) -> None:
     for name, increase in (formats.increases or {}).items():
         checked_number(f"Formats.increases[{name!r}]", increase, AmountOrInf)
     for number, run in enumerate(formats.validation_runs):
-        if len(run) < 2:
-            raise ValueError(f"`Formats.validation_runs[{number}]` must have 2 calls or more, not {len(run)}.")
+        if not isinstance(run, Sequence) or len(run) < 2:
+            raise ValueError(f"`Formats.validation_runs[{number}]` must be a list of 2 calls or more, not {run!r:.80}.")
 
 
 def _check_looks(formats: Formats) -> None:

@@ -180,9 +180,9 @@ def is_made_for(plan: PlanData, request: PlanRequest) -> bool:
     """Returns whether an earlier plan was made for this traced function, its mesh axes and the options of its search.
 
     Names and shapes of operations do not tell functions apart: the length of a loop, for one, is in neither. So the
-    digests of the functions must be equal. How the plan was searched (the
-    solver, its key, its time limit and which compiler judged it) may differ. A plan with number formats or for another
-    objective than seconds is not for a search without them: it changes numbers, or is slower than it has to be.
+    digests of the functions must be equal. How the plan was searched (the solver, its key, its time limit and which
+    compiler judged it) may differ. A plan with number formats or for another objective than seconds is not for a search
+    without them: it changes numbers, or is slower than it has to be.
     """
     options, call = request.options, request.traced_function.call
     options = options.on(options.candidate_with(plan.mesh_axes))

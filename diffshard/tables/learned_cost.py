@@ -5,7 +5,7 @@ Lookups and updates of a device are priced by what all its pieces are together, 
     J = max_d F_d + max_d B_d + X + Y
 
 with lookups F, updates B, the exchange X of ids and pooled rows, and the exchange Y of their gradients. Gradients of
-copies, and rows in memory of hosts, are priced by bytes as in `prices.py`.
+copies, and rows in memory of hosts, are priced by bytes as in `search_spaces.embedding_tables.prices`.
 
 Letters for sizes: D devices.
 

@@ -103,7 +103,7 @@ class TableStrategies(Sequence[TableStrategy]):
 def strategies_of(table: EmbeddingTable, index: int, num_devices: int, *, can_replicate: bool) -> list[StrategyKind]:
     """Returns the kinds of strategies in which all rows of a table are treated alike, in memory of the devices.
 
-    Those with hot rows apart from the others, and with rows on hosts, are in `tiers.py`.
+    Those with hot rows apart from the others, and with rows on hosts, are in `diffshard.tables.hot_rows`.
 
     Args:
       table: the table.

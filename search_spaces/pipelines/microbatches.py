@@ -248,7 +248,7 @@ class MicrobatchBlocks(Blocks):
 
 
 class _Parts:
-    """`interpreter.Arrays`: parts of arrays that belong to one micro-batch."""
+    """`executor.Arrays`: parts of arrays that belong to one micro-batch."""
 
     def __init__(self, layout: Layout, flow: BatchFlow, blocks: MicrobatchBlocks, totals: Mapping[int, Any] | None):
         self.layout, self.flow, self.blocks, self.totals = layout, flow, blocks, totals

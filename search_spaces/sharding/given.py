@@ -156,7 +156,7 @@ def given_specs(in_shardings: Any, args: Sequence[Any]) -> list[PartitionSpec | 
     except (ValueError, TypeError):
         path, own, argument = next(_differences(prefix, tuple(args)))
         raise ValueError(
-            f"`in_shardings`{path} is {own}, where the arguments have {argument}. Give an entry for each part, or one "
+            f"`in_shardings{path}` is {own}, where the arguments have {argument}. Give an entry for each part, or one "
             "PartitionSpec or None for all of them."
         ) from None
 
@@ -178,7 +178,10 @@ def _differences(prefix: Any, tree: Any, path: str = "") -> Iterator[tuple[str, 
 def _in_words(value: Any, parts: Sequence[tuple[Any, Any]]) -> str:
     """Returns what a part of a tree is, by the paths of its own parts: `a dict with ['bias'], ['kernel']`."""
     names = [jax.tree_util.keystr(path) for path, _ in parts]
-    return "one array" if names == [""] else f"a {type(value).__name__} with {', '.join(names) or 'nothing'}"
+    if value is None or names == [""]:
+        return "None" if value is None else "one array"
+    kind = type(value).__name__
+    return f"a{'n' * (kind[0] in 'AEIOUaeiou')} {kind} with {', '.join(names) or 'nothing'}"
 
 
 def given_dimensions(

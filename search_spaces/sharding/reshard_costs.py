@@ -9,10 +9,9 @@ combined, and what the first product of a trip is computed from has no time to c
 An operand that reaches a product in fewer bits is rounded before it is moved or after, whichever takes less time.
 Rounding an array and then gathering the codes gives the same numbers as gathering it and then rounding, where one
 scale is that of the whole array either way. Operands with scales for rows or blocks are rounded after they are moved.
-Codes have one byte for each element, a quarter of float32's; but the
-largest magnitude of an array is a maximum over the mesh axes that split it, and before a gather these are more. A
-maximum before a gather runs when the gather does, so that the step waits for the same share of it; one after it is
-waited for.
+Codes have one byte for each element, a quarter of float32's; but the largest magnitude of an array is a maximum over
+the mesh axes that split it, and before a gather these are more. A maximum before a gather runs when the gather does, so
+that the step waits for the same share of it; one after it is waited for.
 """
 
 from collections.abc import Iterator, Sequence

@@ -176,5 +176,5 @@ def _check_tried(plan: PipelinePlanData) -> None:
         raise ValueError("`tried` has a number of micro-batches with the same schedule twice")
 
 
-FILE = RecordFile(PIPELINE, 3, check_pipeline_plan, without=("stored_in",))
+FILE = RecordFile(PIPELINE, 3, check_pipeline_plan, without=("stored_in",), needed=("decisions", "facts"))
 to_json, from_json = FILE.to_json, FILE.from_json

@@ -38,6 +38,16 @@ print(len(step.plan(*arguments()).stages), "stages")
 """
 
 
+@dataclasses.dataclass(frozen=True)
+class Tesla:
+    """A device of another kind than that of the plan."""
+
+    id: int
+    platform: str = "gpu"
+    device_kind: str = "Tesla T4"
+    process_index: int = 0
+
+
 @pytest.fixture(scope="module")
 def planned():
     """A pipelined step of three stages, and its plan."""
@@ -151,6 +161,7 @@ def test_a_plan_without_its_last_decisions_is_refused_before_anything_is_searche
     [
         (lambda plan: applied(plan, devices=2), "for 1 host of 4 x H100-80GB, and `devices` are 1 host of 2 x H100"),
         (lambda plan: plan.apply(train_step, jax.devices()[:2]), "`devices` are 1 host of 2 x H100"),
+        (lambda plan: plan.apply(train_step, [Tesla(i) for i in range(4)]), "`devices` are 1 host of 4 x T4"),
         (lambda plan: plan.apply(train_step, jax.devices()[:4], hardware="a100"), "`devices` are 1 host of 4 x A100"),
         (
             lambda plan: applied(plan, functools.partial(train_step, remat=True)).plan(*arguments()),

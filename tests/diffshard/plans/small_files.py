@@ -21,7 +21,7 @@ from diffshard.resharding import Move
 from diffshard.tables.hot_rows import RowOrder
 from diffshard.tables.learned_cost import LearnedPrediction
 from search_spaces.embedding_tables.base import DEVICE, EVERY_DEVICE, HOST, EmbeddingTable, Piece, TableDevices
-from tests.diffshard.bilevel_search.plans.small_bilevel_plan import proved_plan
+from tests.diffshard.bilevel_search.plans.small_bilevel_plan import validated_plan
 from tests.diffshard.pipelines.small_pipeline_plan import small_pipeline_plan
 from tests.diffshard.plans.small_plan import small_plan
 
@@ -122,7 +122,7 @@ def budget() -> diffshard.elastic.Budget:
 RECORDS: dict[str, Callable[[], Any]] = {
     "plan": full_plan,
     "pipeline": small_pipeline_plan,
-    "bilevel": functools.partial(proved_plan),
+    "bilevel": functools.partial(validated_plan),
     "tables": table_plan,
     "groups": group_plan,
     "assignment": assignment,

@@ -19,7 +19,6 @@ def with_spec(spec):
 
 def test_a_plan_that_fits_is_taken():
     check_plan(small_plan())
-    check_plan(small_plan())
     check_plan(with_spec((("data",), ("model",))))
     check_plan(with_spec((("data", "model"), ())))
 
@@ -61,3 +60,16 @@ def test_a_timeline_waits_for_the_plans_own_collectives(lower_bound_s, wait, mes
     check_plan(small_plan(timeline=right))
     with pytest.raises(ValueError, match=message):
         check_plan(small_plan(timeline=PredictedTimeline(10e-3, lower_bound_s, {}, (PredictedWait(*wait),))))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parameters": ()}, '`parameters` are .* but `arguments` has "state'),
+        ({"parameters": ("state", "other")}, "`arguments` has 'batch' of none of them"),
+        ({"static_argnums": (7,)}, "`static_argnums` has 7, but there are 2 `parameters`"),
+    ],
+)
+def test_parameters_are_those_of_the_arguments(changes, message):
+    with pytest.raises(ValueError, match=message):
+        check_plan(small_plan(**changes))

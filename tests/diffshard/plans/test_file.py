@@ -31,7 +31,8 @@ def test_names_that_look_like_numbers_stay_names():
         *plan.arguments[2:],
     )
     operations = (dataclasses.replace(plan.operations[0], scope="-inf", source="nan"), *plan.operations[1:])
-    plan = dataclasses.replace(plan, function="nan", arguments=arguments, operations=operations, notes=("inf",))
+    named = {"function": "nan", "notes": ("inf",), "parameters": ("nan", "inf", "batch")}
+    plan = dataclasses.replace(plan, arguments=arguments, operations=operations, **named)
     assert _through_json(plan) == plan
 
 

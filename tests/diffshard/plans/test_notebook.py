@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, AxisType
 import diffshard
 from diffshard.plans.comparison import ComparedPlan, Comparison
 from diffshard.plans.page import format_page
-from tests.diffshard.bilevel_search.plans.test_plan import proved_plan
+from tests.diffshard.bilevel_search.plans.test_plan import validated_plan
 from tests.diffshard.plans.page_checker import checked_page
 from tests.diffshard.plans.small_plan import small_plan
 
@@ -23,7 +23,7 @@ def pages(element):
 
 def test_everything_with_a_page_shows_it_in_a_frame():
     row = ComparedPlan("found", "program", 1e-3, 2e-3, 1e-3, 8.0, 8.0, 64.0, 64.0)
-    for shown in (small_plan(), proved_plan(), Comparison("step", {"data": 2}, "H100", (row,))):
+    for shown in (small_plan(), validated_plan(), Comparison("step", {"data": 2}, "H100", (row,))):
         page = shown.html()
         assert page.startswith("<!doctype html>")
         assert pages(shown._repr_html_()) == [page]

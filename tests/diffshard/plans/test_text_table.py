@@ -12,7 +12,7 @@ from diffshard.plans.base import PredictedCollective, Tensor
 from diffshard.plans.comparison import ComparedPlan, Comparison
 from diffshard.plans.page import format_page
 from diffshard.plans.printing import TEXT_WIDTH, format_table, wrapped
-from tests.diffshard.bilevel_search.plans.test_plan import proved_plan
+from tests.diffshard.bilevel_search.plans.test_plan import validated_plan
 from tests.diffshard.plans.page_checker import checked_page
 from tests.diffshard.plans.small_plan import small_plan
 
@@ -34,7 +34,7 @@ def long_comparison():
 
 
 def bilevel_plan():
-    plan = proved_plan()
+    plan = validated_plan()
     nodes = tuple(node._replace(name=f"{LONG}/{node.name}") for node in plan.nodes)
     return plan._replace(nodes=nodes, notes=(f"{LONG}: the reduction stays exact and its bytes are not counted.",))
 

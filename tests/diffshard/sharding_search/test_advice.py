@@ -15,6 +15,7 @@ from diffshard.plans.sections import LEAST_SHARE, MOST_LINES, Advice
 from diffshard.sharding_search.number_formats import product_groups
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import space_of, trace_function
+from search_spaces.sharding.one_device import on_one_device
 from tests.diffshard.plans.small_plan import small_plan
 from tests.diffshard.sharding_search.test_remat import arguments as layers
 from tests.diffshard.sharding_search.test_remat import scanned_step
@@ -225,3 +226,19 @@ def test_a_step_that_one_device_computes_sooner_says_so():
     advice = only(plan, "one device alone")
     assert f"takes {format_s(alone.step_s)}" in advice.words
     assert alone.step_s < plan.timeline.seconds
+
+
+@pytest.mark.parametrize(("fn", "args"), [(train_step, arguments(1024, 128)), (scanned_step, layers())])
+def test_what_one_device_takes_is_what_a_search_for_it_finds(fn, args):
+    hardware = diffshard.preset("h100", dict(MESH.shape))
+    options = Options(fn=fn, mesh=MESH, hardware=hardware, memory_limit_bytes=1e12)
+    alone = on_one_device(space_of(options, trace_function(options, args)))
+    plan = diffshard.search(fn, AbstractMesh((1,), ("data",)), hardware="h100").plan(*args)
+    assert alone.step_s == pytest.approx(plan.step_s)
+    assert alone.peak_bytes == pytest.approx(plan.peak_bytes)
+
+
+def test_one_device_that_cannot_hold_the_step_is_not_advised():
+    plan = plan_of(1024, 128)
+    limit = (plan.peak_bytes + only(plan, "one device alone").num_bytes) * 1.01
+    assert all("one device alone" not in advice.words for advice in plan_of(1024, 128, memory_limit_bytes=limit).advice)

@@ -56,6 +56,6 @@ def test_an_array_carries_its_spec_on_the_mesh_where_it_has_been_put():
     ],
 )
 def test_entries_that_are_not_those_of_the_arguments_are_named_by_their_place(in_shardings, path, own, there):
-    message = f"`in_shardings`{path} is {own}, where the arguments have {there}. Give an entry for each part"
+    message = f"`in_shardings{path}` is {own}, where the arguments have {there}. Give an entry for each part"
     with pytest.raises(ValueError, match=re.escape(message)):
         given_specs(in_shardings, ({"b": 1.0, "w": 2.0}, (3.0, [4.0])))
