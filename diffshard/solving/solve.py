@@ -220,7 +220,10 @@ def _solve_objective(
         choice, is_stopped = np.array(first.choice), first.status == "interrupted"
         bound = bounded.constant + first.lower_bound
         if not first.feasible:  # what the tangent says is not yet what the objective does
-            cost = evaluate(problem, choice).cost + float(priced.prices(priced.amounts(choice)[None])[0])
+            own = evaluate(problem, choice)
+            if own.feasible:  # so that only the objective forbids it
+                priced.check_size(priced.amounts(choice))
+            cost = own.cost + float(priced.prices(priced.amounts(choice)[None])[0])
             return first._replace(cost=cost, lower_bound=bound, history=())
     found = minimise(
         problem,

@@ -102,6 +102,15 @@ def test_an_objective_as_large_as_what_is_forbidden_is_told_so(factor):
         solve(TWO, objective=large)
 
 
+def test_a_problem_without_a_feasible_choice_says_so_before_its_objective_is_too_large():
+    full = TWO._replace(
+        usage_node=np.array([0]), usage=[np.full(len(TWO.node_cost[0]), 5.0)], usage_interval=np.array([[0, 1]]),
+        memory_limit=1.0,
+    )  # fmt: skip
+    objective = Objective(lambda amounts: 1e19 * amounts["x"] ** 2, {"x": Quantity(TWO.node_cost)})
+    assert solve(full, objective=objective).status == "infeasible"
+
+
 def test_the_start_of_a_problem_with_amounts_is_named():
     with pytest.raises(ValueError, match="`start` takes strategy 9 of node 1"):
         solve(TWO._replace(amount=[np.ones((2, 1))] * 2, amount_limit=np.array([np.inf])), start=[0, 9])
