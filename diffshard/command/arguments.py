@@ -114,9 +114,9 @@ def with_options(message: str) -> str:
     def option(match: re.Match[str]) -> str:
         if match[1] not in _OPTIONS:
             return match[0]
-        return f"`{_OPTIONS[match[1]]}{f' {match[2]}' if match[2] else ''}`"
+        return f"`{_OPTIONS[match[1]]}{f' {match[3]}' if match[3] else ''}`{match[2] or ''}"
 
-    return re.sub(r"`(\w+)(?:=\"?([\w.]+)\"?)?`", option, message)
+    return re.sub(r"`(\w+)(?:(\[[^`]*\])|=\"?([\w.]+)\"?)?`", option, message)
 
 
 def named_value(option: str, text: str) -> Any:

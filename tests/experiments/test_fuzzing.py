@@ -160,7 +160,7 @@ def test_the_command_prints_what_it_counted(capsys):
         (("operations", 6, "results", 0), -1, r"`operations\[6\].results\[0\]` is -1, not the number of one"),
         (("compute_s",), 0, "`compute_s` is 0.0, where the operations take 0.006 together"),
         (("status",), "proven", "`status` is 'proven', not one of"),
-        (("operations", 0, "kind"), "operation", "`operations` must begin with the 3 arguments"),
+        (("operations", 0, "kind"), "constant", "`operations` must begin with the 3 arguments"),
         (("version",), True, "plan version True"),
         (("version",), 2.0, "plan version 2.0"),
         (("mesh_axes",), {"data": 10**18, "model": 4}, "not axes with their numbers of devices"),

@@ -20,8 +20,8 @@ def mesh():
 def test_three_witnesses_agree_on_a_megatron_block(mesh):
     lowered = parallel_block(mesh).lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES))
     predicted = [
-        PredictedCollective("all_reduce", "model", 8 * 32 * 4.0, 1.0, 1e-3, 0),
-        PredictedCollective("all_gather", "data", 100.0, 2.0, 1e-3, 0),
+        PredictedCollective("all_reduce", "model", 8 * 32 * 4.0, 1.0, 1e-3, 0, 1e-3, 0, None),
+        PredictedCollective("all_gather", "data", 100.0, 2.0, 1e-3, 0, 1e-3, 0, None),
     ]
     found = verify(lowered, mesh.shape, predicted, 5000.0)
     right, wrong = [row for row in found.collectives if row.kind == "all_reduce"], found.collectives[0]
@@ -69,7 +69,7 @@ def test_a_collective_in_a_loop_counts_as_often_as_it_runs(mesh):
         return jax.lax.scan(lambda c, _: (jnp.tanh(jax.lax.psum(c, "model")), None), x, length=3)[0]
 
     function = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
-    predicted = [PredictedCollective("all_reduce", "model", 8 * 32 * 4.0, 3.0, 1e-3, 0)]
+    predicted = [PredictedCollective("all_reduce", "model", 8 * 32 * 4.0, 3.0, 1e-3, 0, 1e-3, 0, None)]
     found = verify(jax.jit(function).lower(jax.ShapeDtypeStruct((16, 32), jnp.float32)), mesh.shape, predicted, 0.0)
     assert found.num_collectives == 3
     (row,) = found.collectives

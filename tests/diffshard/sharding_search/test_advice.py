@@ -225,6 +225,7 @@ def test_a_step_that_one_device_computes_sooner_says_so():
     alone = diffshard.search(train_step, AbstractMesh((1,), ("data",)), hardware="h100").plan(*arguments(1024, 128))
     advice = only(plan, "one device alone")
     assert f"takes {format_s(alone.step_s)}" in advice.words
+    assert plan.timeline is not None
     assert alone.step_s < plan.timeline.seconds
 
 

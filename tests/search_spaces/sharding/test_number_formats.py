@@ -15,7 +15,7 @@ from diffshard.sharding_search.layout import layout_of
 from diffshard.sharding_search.number_formats import groups_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import space_of, trace_function
-from search_spaces.sharding import interpreter, resharding, scheduling
+from search_spaces.sharding import interpreter, reshard_costs, scheduling
 from search_spaces.sharding.edge_costs import edge_transfer_s
 from search_spaces.sharding.format_gains import best_formats, gains_s, in_formats, in_own_formats
 from search_spaces.sharding.number_formats import MixedProducts
@@ -275,7 +275,7 @@ def test_weights_are_gathered_as_codes_with_the_same_numbers(monkeypatch):
     text = str(jax.make_jaxpr(program)(*params, batch))
     assert re.findall(r"f8_e4m3fn\[64,64\] = all_gather", text)
     assert not re.findall(r"f32\[64,64\] = all_gather", text)
-    for module in (resharding, interpreter, scheduling):
+    for module in (reshard_costs, interpreter, scheduling):
         monkeypatch.setattr(module, "is_message_coded", lambda *arguments: False)
     after = space.device_program(layout_of(plan, space), mesh)
     assert re.findall(r"f32\[64,64\] = all_gather", str(jax.make_jaxpr(after)(*params, batch)))
