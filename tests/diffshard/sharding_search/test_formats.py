@@ -130,7 +130,7 @@ def test_a_limit_that_no_group_meets_leaves_the_step_as_it_is():
         ({"increases_by": "runs"}, ValueError, "increases_by"),
         ({"increases": {"head": -0.1}}, ValueError, r"increases\['head'\]` must be a number, zero or more, not -0\.1"),
         ({"calls": 3}, TypeError, "calls` must be a list or tuple, not int"),
-        ({"validation_runs": [()]}, ValueError, r"validation_runs\[0\]` must have 2 calls or more, not 0"),
+        ({"validation_runs": [()]}, ValueError, r"validation_runs\[0\]` must be a list of 2 calls or more, not"),
         ({"measured_fn": 3}, TypeError, "measured_fn` must be a function, not int"),
         ({"products": "float8"}, TypeError, "products` must be a list or tuple of formats, not 'float8'"),
         ({"products": ("float9",)}, ValueError, "products` has 'float9', which is no format"),
