@@ -33,11 +33,11 @@ def memory_profile(interval: np.ndarray, amounts: np.ndarray, num_times: int) ->
       amounts: `[K, D]`; integers are summed exactly, whatever their size and that of their type.
       num_times: T.
     """
-    are_whole = np.issubdtype(amounts.dtype, np.integer)
-    if are_whole and amounts.sum(dtype=float) > _LARGEST_INT64_SUM:
+    is_integer = np.issubdtype(amounts.dtype, np.integer)
+    if is_integer and amounts.sum(dtype=float) > _LARGEST_INT64_SUM:
         amounts = amounts.astype(object)
     elif amounts.dtype != object:  # a narrower type may not hold the sum
-        amounts = amounts.astype(np.int64 if are_whole else np.float64)
+        amounts = amounts.astype(np.int64 if is_integer else np.float64)
     change = np.zeros((num_times + 1, amounts.shape[1]), amounts.dtype)
     if np.issubdtype(amounts.dtype, np.floating):  # five times as fast as `np.add.at`, but for floats only
         for d, column in enumerate(amounts.T):

@@ -26,7 +26,7 @@ from diffshard.sharding_search.options import positional_names, signature_of
 from diffshard.staged_array import StagedArray
 
 Name = int | str
-"""Of an argument: its position, or its name where it is given by name."""
+"""The position of an argument, or its name where it is given by name."""
 
 
 class StaticCall(NamedTuple):

@@ -12,7 +12,7 @@ from search_spaces.pipelines.step_parts import num_bytes
 from search_spaces.replay import user_source
 
 _NEIGHBOURS = 8
-"""A cut sends no more bytes than those at so many candidates on either side."""
+"""How many candidates before and after a cut are compared with it: none of them may send fewer bytes."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ is `diffshard.sharding_search.plan.Plan`.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -68,6 +69,10 @@ class Tensor:
         # The dtypes of random keys are written as `key<fry>`; a key takes two words of 4 bytes.
         itemsize = jax.numpy.dtype(self.dtype).itemsize if "<" not in self.dtype else 8
         return itemsize * math.prod(self.shape)
+
+    def is_of(self, parameter: str) -> bool:
+        """Returns whether it is, or is a part of, the argument of a parameter such as `state` or `rest[0]`."""
+        return re.match(rf"{re.escape(parameter)}(?!\w)", self.path) is not None
 
     @property
     def partition_spec(self) -> PartitionSpec:

@@ -72,10 +72,9 @@ def _check_predictions(plan: PlanData, operations: Iterable[Operation]) -> None:
 
 def _check_positions(plan: PlanData) -> None:
     """Checks that each array is of a parameter, and that those that are static have none."""
-    of_name = {name: re.compile(rf"{re.escape(name)}(?!\w)") for name in plan.parameters}
     with_arrays = set[str]()
     for tensor in plan.arguments:
-        names = [name for name, begin in of_name.items() if begin.match(tensor.path)]
+        names = [name for name in plan.parameters if tensor.is_of(name)]
         with_arrays.update(names)
         if not names:
             raise ValueError(f"`parameters` are {plan.parameters}, but `arguments` has {tensor.path!r} of none of them")

@@ -1,8 +1,8 @@
 """Plan files: JSON documents that begin with their kind and version and end with a checksum of all that is between.
 
 A disk, a copy or an editor may change a number into another one that a search might have found as well. Only the
-checksum tells that; whatever else cannot be is named by the field in which it is. A file whose
-checksum was removed on purpose is read without it.
+checksum tells that; whatever else cannot be is named by the field in which it is. A file whose checksum was
+removed on purpose is read without it.
 """
 
 import dataclasses

@@ -1,7 +1,6 @@
 """A plan as users have it: data that can be shown, saved, loaded, and applied to a function and its arguments."""
 
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -393,7 +392,7 @@ class Plan(PlanData):
         )
 
     def _tensors_of(self, name: str) -> tuple[Tensor, ...]:
-        return tuple(tensor for tensor in self.arguments if re.match(rf"{re.escape(name)}(?!\w)", tensor.path))
+        return tuple(tensor for tensor in self.arguments if tensor.is_of(name))
 
     def _named_shardings(self, tensors: Sequence[Tensor]) -> list[NamedSharding]:
         assert self.mesh is not None
