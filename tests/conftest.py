@@ -105,15 +105,16 @@ class _Seconds:
     """Writes the seconds of test functions that take long."""
 
     def __init__(self):
-        self.seconds = collections.Counter[str]()
-        self.shared_s = collections.Counter[str]()
+        self.seconds = collections.defaultdict[str, float](float)
+        self.shared_s = collections.defaultdict[str, float](float)
         self.users = collections.defaultdict[str, list[str]](list)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         properties: dict[str, Any] = dict(report.user_properties)
         name = _function(report.nodeid)
         self.seconds[name] += properties.get("processor_s", 0.0)
-        self.shared_s.update(properties.get("shared_s", {}))
+        for shared, seconds in properties.get("shared_s", {}).items():
+            self.shared_s[shared] += seconds
         for shared in properties.get("shares", []):
             self.users[shared].append(name)
 
