@@ -23,7 +23,7 @@ export JAX_PLATFORMS ?= cpu
 demo: $(STAMP)
 	$(BIN)/python -m experiments.demo
 
-# Seconds of a test function, with all its parameters, when tests/seconds.txt was written.
+# Seconds of a test function, with all its parameters, by tests/seconds.txt.
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --at-most 2
 

@@ -1,13 +1,14 @@
 """Eight host devices and a compilation cache for every test, set before JAX is imported; fewer garbage collections.
 
-With `--at-most S` the tests that take more than S seconds of a processor by `tests/seconds.txt` are left out;
-`--write-seconds` writes this file in a run of all. What tests share is set up by the one that runs first, and counts in
-equal parts for all of them.
+With `--at-most S` the tests that take more than S seconds by `tests/seconds.txt` are left out; `--write-seconds` writes
+there what the tests that run take by the clock, as many wait for other processes. What tests share as a fixture is set
+up by the one that runs first, and counts in equal parts for all of them.
 """
 
 import collections
 import gc
 import os
+import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ _CACHE = Path(__file__).resolve().parents[1] / ".cache" / "jax"
 
 _BEGIN = pytest.StashKey[float]()
 _shared_s: dict[str, float] = {}
-"""Seconds of a processor that each shared fixture has taken in the test that runs now, without those it asks for."""
+"""Seconds that each shared fixture has taken in the test that runs now, without those it asks for."""
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 for flag, value in _FLAGS.items():
@@ -52,19 +53,21 @@ def pytest_collection_finish() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds options of this suite."""
     parser.addoption("--at-most", type=float, metavar="S", help=f"leave out tests of more seconds by {_SECONDS.name}")
-    parser.addoption("--write-seconds", action="store_true", help=f"write {_SECONDS.name}; takes a run of all tests")
+    parser.addoption(
+        "--write-seconds", action="store_true", help=f"write what the tests of whole files take to {_SECONDS.name}"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Adds up what tests take, in the process that gets all reports."""
+    """Adds up what tests take in the process that gets all reports."""
     if config.getoption("--write-seconds") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Seconds())
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Notes what the process had computed before a test."""
-    item.stash[_BEGIN] = _processor_s()
+    """Notes when a test begins."""
+    item.stash[_BEGIN] = time.perf_counter()
     _shared_s.clear()
     return (yield)
 
@@ -74,22 +77,22 @@ def pytest_fixture_setup(
     fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
 ) -> Generator[None, Any, Any]:
     """Notes what a fixture takes that several tests share."""
-    begin_s, before_s = _processor_s(), sum(_shared_s.values())
+    begin_s, before_s = time.perf_counter(), sum(_shared_s.values())
     result = yield
     if fixturedef.scope != "function":
         inside_s = sum(_shared_s.values()) - before_s
-        _shared_s[_shared(fixturedef)] = _processor_s() - begin_s - inside_s
+        _shared_s[_shared(fixturedef)] = time.perf_counter() - begin_s - inside_s
     return result
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-    """Adds the seconds of a processor to the last report of a test: machines differ less in these."""
+    """Adds the seconds of a test to its last report."""
     if call.when == "teardown":
-        own_s = _processor_s() - item.stash[_BEGIN] - sum(_shared_s.values())
+        own_s = time.perf_counter() - item.stash[_BEGIN] - sum(_shared_s.values())
         definitions = (found[-1] for found in item._fixtureinfo.name2fixturedefs.values())  # pyright: ignore
         shares = [_shared(definition) for definition in definitions if definition.scope != "function"]
-        item.user_properties += [("processor_s", own_s), ("shared_s", dict(_shared_s)), ("shares", shares)]
+        item.user_properties += [("own_s", own_s), ("shared_s", dict(_shared_s)), ("shares", shares)]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -112,7 +115,7 @@ class _Seconds:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         properties: dict[str, Any] = dict(report.user_properties)
         name = _function(report.nodeid)
-        self.seconds[name] += properties.get("processor_s", 0.0)
+        self.seconds[name] += properties.get("own_s", 0.0)
         for shared, seconds in properties.get("shared_s", {}).items():
             self.shared_s[shared] += seconds
         for shared in properties.get("shares", []):
@@ -122,7 +125,8 @@ class _Seconds:
         for shared, users in self.users.items():
             for name in users:
                 self.seconds[name] += self.shared_s[shared] / len(users)
-        lines = (f"{s:6.1f} {name}\n" for name, s in sorted(self.seconds.items()) if s > _LEAST_S)
+        known = _known_seconds() | self.seconds
+        lines = (f"{s:6.1f} {name}\n" for name, s in sorted(known.items()) if round(s, 1) >= _LEAST_S)
         _SECONDS.write_text("".join(lines))
 
 
@@ -135,11 +139,6 @@ def _known_seconds() -> dict[str, float]:
 def _shared(fixture: pytest.FixtureDef[Any]) -> str:
     """Returns the name of a fixture, with the file that has it."""
     return f"{fixture.baseid}::{fixture.argname}"
-
-
-def _processor_s() -> float:
-    """Returns the seconds of a processor that this process and those that it has waited for have taken."""
-    return sum(os.times()[:4])
 
 
 def _function(test: str) -> str:

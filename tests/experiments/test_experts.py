@@ -1,6 +1,5 @@
 """Plans by hand: the shardings that the papers name, and programs that compute the same."""
 
-import functools
 from typing import Any
 
 import jax
@@ -68,7 +67,7 @@ def test_an_mlps_layers_are_column_and_row_parallel_in_turns():
     ]
 
 
-@functools.cache
+@pytest.fixture(scope="module")
 def on_one_device() -> tuple[Model, Any, Any, Any]:
     model = small_gpt()
     state, batch = arguments(model)
@@ -76,8 +75,8 @@ def on_one_device() -> tuple[Model, Any, Any, Any]:
 
 
 @pytest.mark.parametrize("expert", experts.EXPERTS)
-def test_plans_by_hand_compute_what_one_device_does(expert: str):
-    model, state, batch, expected = on_one_device()
+def test_plans_by_hand_compute_what_one_device_does(expert: str, on_one_device):
+    model, state, batch, expected = on_one_device
     plan = experts.EXPERTS[expert](state, batch, host_mesh((2, 4)))
     compiled = experts.lower_by_hand(model.step, state, batch, plan).compile()
     found = compiled(*jax.device_put((state, batch), plan.in_shardings))

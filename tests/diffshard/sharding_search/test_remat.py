@@ -50,7 +50,7 @@ def search(limit_bytes, *, remat: Any = "search", hardware: Any = "h100", **opti
     )
 
 
-@functools.cache
+@pytest.fixture(scope="module")
 def least_bytes():
     """Returns the least memory that any sharding alone needs."""
     with pytest.raises(diffshard.InfeasibleError) as error:
@@ -59,15 +59,15 @@ def least_bytes():
     return float(number.replace(",", ""))
 
 
-@functools.cache
-def searched():
+@pytest.fixture(scope="module")
+def searched(least_bytes):
     """Returns a step planned for seven tenths of the memory that sharding alone needs."""
-    return search(0.7 * least_bytes())
+    return search(0.7 * least_bytes)
 
 
-def test_a_plan_fits_a_limit_that_no_sharding_alone_can():
-    plan = searched().plan(*arguments())
-    assert plan.peak_bytes <= 0.7 * least_bytes()
+def test_a_plan_fits_a_limit_that_no_sharding_alone_can(least_bytes, searched):
+    plan = searched.plan(*arguments())
+    assert plan.peak_bytes <= 0.7 * least_bytes
     assert plan.recomputed
     assert 0 < plan.lower_bound_s <= plan.step_s
 
@@ -103,8 +103,8 @@ def test_what_a_loop_over_microbatches_keeps_is_chosen_as_well(step):
     assert not any(jnp.allclose(new[name], params[name], atol=1e-6) for name in new)
 
 
-def test_results_are_those_of_the_function():
-    step = searched()
+def test_results_are_those_of_the_function(searched):
+    step = searched
     params, x = arguments()
     result, loss = step(*step.plan(params, x).shard(params, x))
     wanted, wanted_loss = jax.jit(scanned_step)(params, x)
@@ -112,16 +112,16 @@ def test_results_are_those_of_the_function():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), result, wanted)
 
 
-def test_the_compiled_step_needs_less_memory():
+def test_the_compiled_step_needs_less_memory(searched):
     free = search(1e12, remat=None)
-    compiled = [f.lower(*arguments()).compile().memory_analysis().temp_size_in_bytes for f in (searched(), free)]
-    predicted = [f.plan(*arguments()).peak_bytes for f in (searched(), free)]
+    compiled = [f.lower(*arguments()).compile().memory_analysis().temp_size_in_bytes for f in (searched, free)]
+    predicted = [f.plan(*arguments()).peak_bytes for f in (searched, free)]
     assert predicted[0] < predicted[1]
     assert compiled[0] < 0.7 * compiled[1]
 
 
-def test_the_plan_says_what_is_kept_and_what_is_computed_again():
-    plan = searched().plan(*arguments())
+def test_the_plan_says_what_is_kept_and_what_is_computed_again(searched):
+    plan = searched.plan(*arguments())
     assert plan.remat is not None
     residuals = plan.remat.residuals
     assert {residual.how for residual in residuals} == {"kept", "recomputed"}
@@ -129,8 +129,8 @@ def test_the_plan_says_what_is_kept_and_what_is_computed_again():
     assert "computed again" in str(plan)
 
 
-def test_a_saved_plan_runs_without_a_search(tmp_path):
-    plan, (params, x) = searched().plan(*arguments()), arguments()
+def test_a_saved_plan_runs_without_a_search(tmp_path, searched):
+    plan, (params, x) = searched.plan(*arguments()), arguments()
     plan.save(tmp_path / "plan.json")
     loaded = diffshard.Plan.load(tmp_path / "plan.json", plan.mesh)
     assert loaded.remat == plan.remat
@@ -140,17 +140,17 @@ def test_a_saved_plan_runs_without_a_search(tmp_path):
         np.testing.assert_allclose(loss, scanned_step(params, x)[1], rtol=1e-5)
 
 
-def test_an_earlier_plan_is_taken_only_where_it_answers_the_same_question():
-    plan = searched().plan(*arguments())
-    again = search(0.7 * least_bytes(), start=plan).plan(*arguments())
+def test_an_earlier_plan_is_taken_only_where_it_answers_the_same_question(least_bytes, searched):
+    plan = searched.plan(*arguments())
+    again = search(0.7 * least_bytes, start=plan).plan(*arguments())
     assert again.recomputed == plan.recomputed
     with pytest.raises(diffshard.InfeasibleError):
-        search(0.7 * least_bytes(), remat=None, start=plan).plan(*arguments())
+        search(0.7 * least_bytes, remat=None, start=plan).plan(*arguments())
 
 
-def test_shardys_partitioner_judges_the_program_with_what_runs_again():
-    plan = search(0.7 * least_bytes(), check="shardy").plan(*arguments())
-    assert plan.recomputed == searched().plan(*arguments()).recomputed
+def test_shardys_partitioner_judges_the_program_with_what_runs_again(least_bytes, searched):
+    plan = search(0.7 * least_bytes, check="shardy").plan(*arguments())
+    assert plan.recomputed == searched.plan(*arguments()).recomputed
 
 
 def judge_of(memory_factor, rounds=None):
@@ -172,11 +172,11 @@ def judge_of(memory_factor, rounds=None):
     return judge
 
 
-def test_the_limit_holds_for_the_compiled_program(monkeypatch):
+def test_the_limit_holds_for_the_compiled_program(monkeypatch, least_bytes):
     rounds = []
     monkeypatch.setattr(checked_search, "judge", judge_of(lambda plan: 1.8, rounds))
     monkeypatch.setattr(remat_search, "_MOST_SEARCHES", 2)
-    limit = 0.9 * least_bytes()
+    limit = 0.9 * least_bytes
     step = search(limit, check="compile", target="host")
     plan = step.plan(*arguments())
     assert len(rounds) > 1
@@ -186,20 +186,20 @@ def test_the_limit_holds_for_the_compiled_program(monkeypatch):
     np.testing.assert_allclose(loss, jax.jit(scanned_step)(*arguments())[1], rtol=1e-5)
 
 
-def test_what_keeps_all_is_compiled_too_where_it_may_fit(monkeypatch):
+def test_what_keeps_all_is_compiled_too_where_it_may_fit(monkeypatch, least_bytes):
     monkeypatch.setattr(checked_search, "judge", judge_of(lambda plan: 2.0 if plan.recomputed else 0.9))
     monkeypatch.setattr(remat_search, "_MOST_SEARCHES", 1)
     h100 = diffshard.preset("h100", {"data": 2})  # with links on which splitting so small a step pays
     hardware = dataclasses.replace(h100, links={"data": diffshard.Link(1e-7, 1e-12)})
-    plan = search(0.95 * least_bytes(), hardware=hardware, check="compile", target="host").plan(*arguments())
+    plan = search(0.95 * least_bytes, hardware=hardware, check="compile", target="host").plan(*arguments())
     assert not plan.recomputed
-    assert plan.peak_bytes > 0.95 * least_bytes()
+    assert plan.peak_bytes > 0.95 * least_bytes
 
 
-def test_a_plan_that_computes_again_is_compared(monkeypatch):
+def test_a_plan_that_computes_again_is_compared(monkeypatch, searched):
     seen = []
     monkeypatch.setattr(compare, "judge", lambda plans, target, timeout_s: seen.extend(plans) or [])
-    plan = searched().plan(*arguments())
+    plan = searched.plan(*arguments())
     assert plan.mesh is not None
     diffshard.compare(scanned_step, plan.mesh, *arguments(), plans={"again": plan}, target="host")
     assert flat_function(seen[0].plan, seen[0].traced_function, seen[0].space, plan.mesh) is not None
@@ -220,9 +220,9 @@ def test_what_fits_is_kept():
     assert plan.step_s <= search(1e12, remat=None).plan(*arguments()).step_s * (1 + 1e-6)
 
 
-def test_devices_are_searched_with_what_runs_again_on_each_shape(monkeypatch):
+def test_devices_are_searched_with_what_runs_again_on_each_shape(monkeypatch, least_bytes):
     monkeypatch.setattr(remat_search, "_MOST_SEARCHES", 2)
-    limit, devices = 0.4 * least_bytes(), jax.devices()[:4]
+    limit, devices = 0.4 * least_bytes, jax.devices()[:4]
     with pytest.raises(diffshard.InfeasibleError, match="No plan was found on any of 2 shapes"):
         diffshard.search(scanned_step, devices=devices, hardware="h100", memory_limit_bytes=limit).plan(*arguments())
     step = diffshard.search(scanned_step, devices=devices, hardware="h100", memory_limit_bytes=limit, remat="search")

@@ -68,15 +68,15 @@ def options(limit_bytes):
     return {"hardware": hardware(), "donate_argnums": 0, "state": "offload", "progress": "none", **limited}
 
 
-@functools.cache
+@pytest.fixture(scope="module")
 def searched():
     """Returns a step that is planned for less memory than any plan takes with its state on the devices."""
     step = diffshard.search(train_step, mesh(), **options(0.9 * least_bytes(None) + 0.1 * least_bytes("offload")))
     return step, step.plan(jax.eval_shape(init), BATCH)
 
 
-def test_a_limit_below_what_sharding_needs_is_kept_and_the_plan_says_how():
-    _, plan = searched()
+def test_a_limit_below_what_sharding_needs_is_kept_and_the_plan_says_how(searched):
+    _, plan = searched
     assert plan.peak_bytes <= plan.memory_limit_bytes < least_bytes(None)
     on_host = [tensor for tensor in plan.arguments if tensor.on_host]
     assert on_host
@@ -98,8 +98,8 @@ def test_where_memory_is_too_small_offloading_the_state_is_proposed_unless_it_is
 
 
 @pytest.mark.parametrize("executor", ["program", "constraints", "propagation"])
-def test_results_are_those_of_one_device_and_the_state_stays_on_the_host(executor, tmp_path):
-    _, plan = searched()
+def test_results_are_those_of_one_device_and_the_state_stays_on_the_host(executor, tmp_path, searched):
+    _, plan = searched
     plan.save(tmp_path / "plan.json")
     step = diffshard.Plan.load(tmp_path / "plan.json", mesh()).apply(train_step, executor=executor, check="numbers")
     state, expected = step.plan(init(), BATCH).shard(init(), BATCH)[0], init()
@@ -112,8 +112,8 @@ def test_results_are_those_of_one_device_and_the_state_stays_on_the_host(executo
     assert kinds == [tensor.on_host for tensor in plan.arguments[: len(kinds)]]
 
 
-def test_state_is_made_saved_and_restored_where_the_plan_has_it(tmp_path):
-    _, plan = searched()
+def test_state_is_made_saved_and_restored_where_the_plan_has_it(tmp_path, searched):
+    _, plan = searched
 
     def resumed():
         return diffshard.resume(tmp_path, train_step, mesh(), init, BATCH, **options(plan.memory_limit_bytes))
@@ -144,15 +144,15 @@ def test_what_cannot_be_is_refused_before_tracing():
         diffshard.search(train_step, mesh(), state="offload", pipeline=diffshard.Pipeline())  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
-def test_a_plan_whose_state_cannot_be_on_the_host_is_refused():
-    _, plan = searched()
+def test_a_plan_whose_state_cannot_be_on_the_host_is_refused(searched):
+    _, plan = searched
     moved = [dataclasses.replace(tensor, on_host=True) for tensor in plan.arguments]
     with pytest.raises(diffshard.PlanError, match="in the host's memory, but only state can be there"):
         dataclasses.replace(plan, arguments=tuple(moved)).apply(train_step).plan(init(), BATCH)
 
 
-def test_a_search_while_training_keeps_the_state_on_the_host_wherever_it_moves():
-    step, _ = searched()
+def test_a_search_while_training_keeps_the_state_on_the_host_wherever_it_moves(searched):
+    step, _ = searched
     state, expected, losses = init(), [], []
     for _ in range(6):
         state, loss = train_step(state, BATCH)
