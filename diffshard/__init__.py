@@ -60,8 +60,8 @@ if TYPE_CHECKING:
     from diffshard.pipelines.plan import PipelinePlan as PipelinePlan
     from diffshard.sharding_search.plan import Plan as Plan
     from diffshard.solving.solve import solve as solve
-    from search_spaces.sharding.opaque.declaration import check_kernel as check_kernel
-    from search_spaces.sharding.opaque.declaration import kernel as kernel
+    from search_spaces.sharding.custom_calls.declaration import check_kernel as check_kernel
+    from search_spaces.sharding.custom_calls.declaration import kernel as kernel
 
 __version__ = "0.1.0"
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -36,9 +36,9 @@ from experiments.tables import print_table
 from experiments.targets import MESHES
 from search_spaces.sharding import shardy
 from search_spaces.sharding.base import Rule
-from search_spaces.sharding.opaque import operations
-from search_spaces.sharding.opaque.cudnn import BACKWARD, FORWARD, planned_without_cudnn, rule_of_attention
-from search_spaces.sharding.opaque.ring import sequence_rules
+from search_spaces.sharding.custom_calls import operations
+from search_spaces.sharding.custom_calls.cudnn import BACKWARD, FORWARD, planned_without_cudnn, rule_of_attention
+from search_spaces.sharding.custom_calls.ring import sequence_rules
 
 SIZES: dict[str, dict[str, int]] = {
     "full": {"width": 4096, "heads": 32, "key_value_heads": 8, "hidden": 14336, "vocabulary": 32768},
@@ -105,9 +105,10 @@ def attention_split_by(name: str | None) -> Iterator[None]:
         yield
         return
     only = {
-        p: operations.OPAQUE[p]._replace(rule=ATTENTION[name], more_rules=lambda e: ()) for p in (FORWARD, BACKWARD)
+        p: operations.CUSTOM_CALLS[p]._replace(rule=ATTENTION[name], more_rules=lambda e: ())
+        for p in (FORWARD, BACKWARD)
     }
-    with mock.patch.dict(operations.OPAQUE, only), mock.patch.dict(shardy._cache, clear=True):
+    with mock.patch.dict(operations.CUSTOM_CALLS, only), mock.patch.dict(shardy._cache, clear=True):
         yield
 
 

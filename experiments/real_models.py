@@ -31,7 +31,7 @@ from experiments.published import decoder
 from experiments.published.decoder import Remat, Sizes, training_step
 from experiments.tables import print_table
 from experiments.targets import h100_mesh
-from search_spaces.sharding.opaque.cudnn import planned_without_cudnn
+from search_spaces.sharding.custom_calls.cudnn import planned_without_cudnn
 
 PEAK_FLOPS_PER_S = 989e12  # of an H100 in bfloat16, without sparsity; source as of the preset
 TPU_PEAK_FLOPS_PER_S = 918e12  # of a TPU v6e in bfloat16. Source: docs.cloud.google.com/tpu/docs/v6e

@@ -36,7 +36,7 @@ from search_spaces.pipelines.scan_segments import (
 )
 from search_spaces.pipelines.step_parts import Part, StepParts, is_transposed, step_parts
 from search_spaces.replay import user_source, with_inner, without_dead_code
-from search_spaces.sharding.opaque.cudnn import planned_without_cudnn
+from search_spaces.sharding.custom_calls.cudnn import planned_without_cudnn
 
 _COUNT_NAME = "Pipeline.microbatches"
 """How errors call the number of micro-batches: what users of pipelines write."""

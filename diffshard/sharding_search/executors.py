@@ -20,10 +20,10 @@ from diffshard.sharding_search.layout import layout_of
 from diffshard.sharding_search.options import has_explicit_axes, with_automatic_axes
 from diffshard.sharding_search.tracing import TracedFunction
 from search_spaces.sharding.base import Layout
+from search_spaces.sharding.custom_calls.operations import CUSTOM_CALL_TARGETS, runs_on_parts
 from search_spaces.sharding.execution import PropagatedExecution
 from search_spaces.sharding.explaining import sources_of
 from search_spaces.sharding.graph import Graph
-from search_spaces.sharding.opaque.operations import CUSTOM_CALL_TARGETS, runs_on_parts
 from search_spaces.sharding.replicated_operations import (
     impossible_operations,
     replicated_operations,

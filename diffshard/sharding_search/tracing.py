@@ -36,6 +36,7 @@ from diffshard.sharding_search.module_scopes import module_scopes
 from diffshard.sharding_search.options import Options, has_explicit_axes, with_automatic_axes
 from search_spaces.rematerialisation.program import RematerialisedFunction
 from search_spaces.replay import without_dead_code
+from search_spaces.sharding.custom_calls.cudnn import planned_without_cudnn
 from search_spaces.sharding.given import (
     as_sharding,
     given_dimensions,
@@ -46,7 +47,6 @@ from search_spaces.sharding.given import (
 )
 from search_spaces.sharding.graph import Graph, check_sizes
 from search_spaces.sharding.host_state import early_updates
-from search_spaces.sharding.opaque.cudnn import planned_without_cudnn
 from search_spaces.sharding.replicated_operations import impossible_operations
 from search_spaces.sharding.space import ShardingSpace
 from search_spaces.sharding.tracing import build_graph, feedback_of

@@ -20,7 +20,7 @@ from diffshard.checks.timeline import simulate
 from experiments.published.hardware import device_of, hardware_of
 from experiments.published.prediction import Prediction, predict, state_specs, step_of
 from experiments.published.runs import Run
-from search_spaces.sharding.opaque.cudnn import planned_without_cudnn
+from search_spaces.sharding.custom_calls.cudnn import planned_without_cudnn
 
 
 def predict_compiled(run: Run) -> Prediction:

@@ -24,7 +24,7 @@ from experiments.long_context import attention_split_by
 from experiments.published.decoder import Split, abstract_state, loss_function, specs_of, training_step
 from experiments.published.hardware import device_of, hardware_of
 from experiments.published.runs import Run
-from search_spaces.sharding.opaque.cudnn import planned_without_cudnn
+from search_spaces.sharding.custom_calls.cudnn import planned_without_cudnn
 
 DEVICE_DEVIATION = 0.02
 """Standard deviation of the seconds that GPUs of one kind take for the same kernels. They differ by 8% on average, that

@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from search_spaces.sharding.opaque.declaration import kernel
+from search_spaces.sharding.custom_calls.declaration import kernel
 
 
 def _weights(scores: jax.Array) -> jax.Array:

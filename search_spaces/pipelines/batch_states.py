@@ -14,9 +14,9 @@ from jax import lax
 
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import ReshardStep, Rule, ShardingStrategy
+from search_spaces.sharding.custom_calls.operations import name_of
 from search_spaces.sharding.graph import Graph, Operand, Region, Value, Vertex
 from search_spaces.sharding.local_operations import combiner
-from search_spaces.sharding.opaque.operations import name_of
 from search_spaces.sharding.replicated_operations import is_replicated
 
 

@@ -67,7 +67,7 @@ class DeviceProgram:
         self.residuals = {residual.vertex: residual for residual in residuals_of(path, graph, layout)}
         self.follows_contraction = follows_contraction(graph)
         self.blocks = Blocks(tuple(mesh.axis_names), tuple(mesh.shape[name] for name in mesh.axis_names))
-        # Asked here, because within the mapping over the mesh an opaque operation could not be traced by itself.
+        # Asked here, because within the mapping over the mesh a custom call could not be traced by itself.
         whole = replicated_operations(graph, layout.strategies, self.blocks.axis_sizes)
         self.replicated_operations = frozenset(vertex.index for vertex in whole)
 

@@ -16,12 +16,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from search_spaces.partition_specs import IndexedSpec, named_spec, partition_spec
 from search_spaces.replay import bind, context_of
 from search_spaces.sharding.base import Layout, ReshardStep, ShardingStrategy, coded_by, in_format
+from search_spaces.sharding.custom_calls.operations import runs_on_parts
 from search_spaces.sharding.executor import ReadOperand
 from search_spaces.sharding.graph import Graph, Value, Vertex, rank_of
 from search_spaces.sharding.interpreter import GraphInterpreter
 from search_spaces.sharding.local_blocks import Blocks
 from search_spaces.sharding.local_operations import LocalCall, combiner, run_local
-from search_spaces.sharding.opaque.operations import runs_on_parts
 from search_spaces.sharding.replicated_operations import is_replicated
 from search_spaces.sharding.resharding import Paths
 from search_spaces.sharding.schedule import ProgramSchedule

@@ -13,11 +13,11 @@ from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Edge, Layout, Node, ReshardStep, ShardingStrategy
 from search_spaces.sharding.coded_exchanges import exchange_bytes, is_exchange
 from search_spaces.sharding.coded_sums import finished_steps
+from search_spaces.sharding.custom_calls.operations import name_of
 from search_spaces.sharding.edge_costs import exchange_format, read_spec, readers_of
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.memory import MemoryUse
 from search_spaces.sharding.node_costs import NodeCosts
-from search_spaces.sharding.opaque.operations import name_of
 from search_spaces.sharding.reshard_costs import MAXIMUM_BYTES, Message, message_of
 
 NO_AXES = "-"

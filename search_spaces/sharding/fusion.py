@@ -18,6 +18,7 @@ import numpy as np
 
 from search_spaces.replay import REMAT
 from search_spaces.sharding.base import Rule
+from search_spaces.sharding.custom_calls.operations import custom_call_of
 from search_spaces.sharding.graph import (
     Block,
     Graph,
@@ -28,7 +29,6 @@ from search_spaces.sharding.graph import (
     leads_to_contraction,
     values_of,
 )
-from search_spaces.sharding.opaque.operations import opaque_of
 
 REDUCTIONS = ("reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "argm")
 """How the names of operations begin that compute what they read inside their own kernel."""
@@ -188,7 +188,7 @@ def _is_elementwise(vertex: Vertex, rule: Rule) -> bool:
     """
     if vertex.kind != "operation" or vertex.equation is None or vertex.equation.effects:
         return False
-    is_other = is_contraction(vertex) or opaque_of(vertex) is not None or copies_over_host_link(vertex)
+    is_other = is_contraction(vertex) or custom_call_of(vertex) is not None or copies_over_host_link(vertex)
     if is_other or rule.reduction or rule.permutation:
         return False
     return all(rule.sizes[f] == 1 for f in rule.need_replication)

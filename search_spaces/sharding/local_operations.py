@@ -16,10 +16,10 @@ from jax.extend import core
 
 from search_spaces.replay import bind
 from search_spaces.sharding.base import ShardingStrategy
+from search_spaces.sharding.custom_calls.kernel import Parts
+from search_spaces.sharding.custom_calls.operations import custom_call_of
 from search_spaces.sharding.graph import Value, Vertex
 from search_spaces.sharding.local_blocks import Blocks, bits_of_block
-from search_spaces.sharding.opaque.kernel import Parts
-from search_spaces.sharding.opaque.operations import opaque_of
 from search_spaces.sharding.spec import axes_in, parts_of
 
 # fmt: off
@@ -82,17 +82,17 @@ def untyped_parameters(equation: core.JaxprEqn) -> dict[str, Any]:
 
 def combiner(vertex: Vertex) -> str:
     """Returns what combines the partial results of an operation: a key of `local_blocks.REDUCERS`."""
-    opaque = opaque_of(vertex)
-    if opaque is not None and vertex.equation is not None:
-        return opaque.combine(vertex.equation)
+    custom_call = custom_call_of(vertex)
+    if custom_call is not None and vertex.equation is not None:
+        return custom_call.combine(vertex.equation)
     return REDUCTIONS.get(vertex.primitive, "sum")
 
 
 def run_local(call: LocalCall, operands: Sequence[Any]) -> list[Any]:
     """Returns the results' blocks before their reduction; the operation must not be one that `is_replicated`."""
-    name, opaque = call.vertex.primitive, opaque_of(call.vertex)
-    if opaque is not None:
-        return list(opaque.run(call.equation, operands, call.parts))
+    name, custom_call = call.vertex.primitive, custom_call_of(call.vertex)
+    if custom_call is not None:
+        return list(custom_call.run(call.equation, operands, call.parts))
     if name in PLACED_OPERATIONS:
         return PLACED_OPERATIONS[name](call, operands)
     if name in PARAMETERS:

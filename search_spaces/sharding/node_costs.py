@@ -15,10 +15,10 @@ from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Coded, FormatKey, Layout, Node, ShardingStrategy, coded_by
 from search_spaces.sharding.coded_sums import finished_steps
 from search_spaces.sharding.codes import CODES, precision_of
+from search_spaces.sharding.custom_calls.operations import custom_call_of, local_operands, local_work, own_collectives
 from search_spaces.sharding.fusion import PICKS
 from search_spaces.sharding.graph import Operand, Value, Vertex, copies_over_host_link, trips_of
 from search_spaces.sharding.kernels import Kernels
-from search_spaces.sharding.opaque.operations import local_operands, local_work, opaque_of, own_collectives
 from search_spaces.sharding.own_collectives import (
     MappedCollectives,
     OwnCollective,
@@ -154,8 +154,8 @@ class NodeCosts:
         copy_s = roofline_s(0.0, copied_bytes, equation_dtype(vertex.equation), self.hardware)
         if vertex.kind == "stack":
             return vertex.weight * copy_s
-        if opaque_of(vertex) is not None:
-            return vertex.weight * np.array([self._opaque_s(vertex, s) for s in strategies])
+        if custom_call_of(vertex) is not None:
+            return vertex.weight * np.array([self._custom_call_s(vertex, s) for s in strategies])
         if copies_over_host_link(vertex) and self.hardware.host_memory_bytes_per_s is not None:
             local = [local_bytes(vertex.results[0], s.results[0], self.axis_sizes) for s in strategies]
             exposed_s = self.hardware.exposed_share / self.hardware.host_memory_bytes_per_s
@@ -224,8 +224,8 @@ class NodeCosts:
         seconds = [product_s(vertex.equation, own, self.hardware) for own in shapes]
         return np.array([r if s is None else s for r, s in zip(roofline, seconds, strict=True)])
 
-    def _opaque_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
-        """Returns the seconds of one run of an opaque operation, which is a kernel of its own."""
+    def _custom_call_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
+        """Returns the seconds of one run of a custom call, which is a kernel of its own."""
         return work_s(local_work(vertex, strategy, self.axis_sizes), self.hardware)
 
     def chosen_compute_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
@@ -242,7 +242,7 @@ class NodeCosts:
     def work(self, vertex: Vertex, strategy: ShardingStrategy) -> Work | AttentionWork:
         """Returns what one device does in one run of an operation; what it moves even where it states its seconds."""
         assert vertex.equation is not None
-        if opaque_of(vertex) is not None:
+        if custom_call_of(vertex) is not None:
             return local_work(vertex, strategy, self.axis_sizes)
         dtype = FORMATS[strategy.format].rate if strategy.format else equation_dtype(vertex.equation)
         num_bytes = self._copied_bytes(vertex, strategy)
@@ -343,7 +343,7 @@ class NodeCosts:
         return vertex.weight * (kernel_s + 2 * self.hardware.kernel_launch_s)
 
     def own_collectives(self, vertex: Vertex, strategy: ShardingStrategy) -> list[PricedCollective]:
-        """Returns what an opaque operation or a `shard_map` sends itself, with its seconds in one run.
+        """Returns what a custom call or a `shard_map` sends itself, with its seconds in one run.
 
         A `shard_map` that states its seconds has what it sends in them, and nothing here.
         """
@@ -351,7 +351,7 @@ class NodeCosts:
             is_stated = stated_seconds(vertex.equation) is not None
             return [] if is_stated else priced(self._mapped.of(vertex.equation), 0.0, self._alone_s)
         collectives = own_collectives(vertex, strategy, self.reshard_costs.axis_names, self.axis_sizes)
-        return priced(collectives, self._opaque_s(vertex, strategy), self._alone_s) if collectives else []
+        return priced(collectives, self._custom_call_s(vertex, strategy), self._alone_s) if collectives else []
 
     def _alone_s(self, collective: OwnCollective) -> float:
         return self.reshard_costs.collective_s(collective.kind, collective.axis, collective.num_bytes)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Axes, Coded, GivenSpec, Node, Rule, ShardingStrategy
 from search_spaces.sharding.coded_sums import can_be_coded
+from search_spaces.sharding.custom_calls.operations import custom_call_of, runs_on_parts
 from search_spaces.sharding.edge_costs import readers_of
 from search_spaces.sharding.given import axes_with_meaning, constraint_of, fits, shard_map_strategy
 from search_spaces.sharding.graph import Graph, Value, Vertex
-from search_spaces.sharding.opaque.operations import opaque_of, runs_on_parts
 from search_spaces.sharding.replicated_operations import is_partitioned_wrongly, is_replicated
 from search_spaces.sharding.reshard_costs import ReshardCosts
 from search_spaces.sharding.resharding import Paths
@@ -208,10 +208,10 @@ class _StrategiesOnMesh:
             return [only_strategy]
         if rule is None:
             return [whole_strategy(vertex)]
-        kinds, opaque = self.kinds_of(vertex), opaque_of(vertex)
+        kinds, custom_call = self.kinds_of(vertex), custom_call_of(vertex)
         strategies = strategies_of_rule(rule, self.axes, kinds)
-        if opaque is not None and vertex.equation is not None:
-            for other in opaque.more_rules(vertex.equation):
+        if custom_call is not None and vertex.equation is not None:
+            for other in custom_call.more_rules(vertex.equation):
                 strategies = tuple(dict.fromkeys((*strategies, *strategies_of_rule(other, self.axes, kinds))))
         if not self.as_program and not runs_on_parts(vertex):
             return [s for s in strategies if not is_partitioned_wrongly(vertex, s)]

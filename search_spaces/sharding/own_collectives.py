@@ -1,4 +1,4 @@
-"""Collectives that an opaque operation runs itself, between its own rounds of arithmetic.
+"""Collectives that a custom call runs itself, between its own rounds of arithmetic.
 
 A plan lists them as it lists all others. Those that run beside a round are waited for only as far as they take longer
 than its arithmetic.
@@ -18,7 +18,7 @@ from cost.collectives import collective_sent_bytes
 
 
 class OwnCollective(NamedTuple):
-    """A collective inside an opaque operation.
+    """A collective inside a custom call.
 
     Attributes:
       axis: the mesh axis along which it goes.
@@ -35,7 +35,7 @@ class OwnCollective(NamedTuple):
 
 
 class PricedCollective(NamedTuple):
-    """A collective inside an opaque operation with the seconds of all its executions in one run of the operation.
+    """A collective inside a custom call with the seconds of all its executions in one run of the operation.
 
     Attributes:
       link_s: seconds that the link is busy.

@@ -11,9 +11,9 @@ from math import prod
 import jax.numpy as jnp
 
 from search_spaces.sharding.base import ShardingStrategy
+from search_spaces.sharding.custom_calls.operations import custom_call_of, refusal
 from search_spaces.sharding.graph import Graph, Value, Vertex
 from search_spaces.sharding.local_operations import PARAMETERS, PLACED_OPERATIONS, REDUCTIONS, ragged_contraction
-from search_spaces.sharding.opaque.operations import opaque_of, refusal
 from search_spaces.sharding.rules import RIGHT_SIDES
 from search_spaces.sharding.spec import axes_in, parts_of
 
@@ -70,7 +70,7 @@ def is_replicated(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[
     if not any(axes for spec in specs for axes in spec):
         return False
     name = vertex.primitive
-    if opaque_of(vertex) is not None:
+    if custom_call_of(vertex) is not None:
         return refusal(vertex, strategy, axis_sizes) is not None
     if any(strategy.reductions) and name not in REDUCTIONS:
         return True

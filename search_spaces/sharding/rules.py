@@ -3,7 +3,7 @@
 Dimensions of several arrays that must be sharded alike share a factor. The factors are the elements of a union-find
 whose elements can also be split into a major and a minor part, as reshapes need.
 
-Rules are written here by hand where what an operation lowers to is a loop or opaque, or is priced wrongly as its parts.
+Rules are written here by hand where an operation lowers to a loop or a custom call, or is priced wrongly as its parts.
 """
 
 import dataclasses
@@ -311,8 +311,9 @@ def _ragged_dot(operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int
     """Returns the rule of a product of each group's rows with a matrix of its own.
 
     The ragged dimension and the groups to choose from stay whole: on GPU XLA gathers them, and on TPU the operation is
-    opaque. The result of a ragged contraction has one matrix for each group, which may be split. Sizes of groups are
-    one vector for all, or one for each index of the dimensions before the ragged one, with which they are split.
+    a custom call. The result of a ragged contraction has one matrix for each group, which may be split. Sizes of
+    groups are one vector for all, or one for each index of the dimensions before the ragged one, with which they are
+    split.
     """
     factors = Factors()
     (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers

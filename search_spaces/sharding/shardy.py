@@ -22,8 +22,8 @@ from jaxlib.mlir.passmanager import PassManager
 
 from search_spaces.replay import abstract_argument, bind
 from search_spaces.sharding.base import Rule
+from search_spaces.sharding.custom_calls.operations import CUSTOM_CALLS
 from search_spaces.sharding.graph import Graph
-from search_spaces.sharding.opaque.operations import OPAQUE
 from search_spaces.sharding.rules import (
     Factors,
     Mark,
@@ -50,7 +50,7 @@ def operation_rules(equations: Sequence[JaxprEqn]) -> list[Rule | None]:
 
     Higher-order equations (loops, calls, conditionals, custom derivatives, remat, shard_map) and equations with effects
     have none. Equal equations are looked up once, all new ones are lowered in a single module, and the newest
-    16,384 rules are kept for later calls, but for opaque and higher-order equations.
+    16,384 rules are kept for later calls, but for custom calls and higher-order equations.
 
     Returns:
       One entry for each equation. `rule.operands` follows `equation.invars`, literals included.
@@ -67,7 +67,7 @@ def operation_rules(equations: Sequence[JaxprEqn]) -> list[Rule | None]:
 
 def _is_kept(equation: JaxprEqn) -> bool:
     """Returns whether a rule is cached: not where parameters hold a user's functions, and so arrays of closures."""
-    return equation.primitive.name not in OPAQUE and not is_higher_order(equation)
+    return equation.primitive.name not in CUSTOM_CALLS and not is_higher_order(equation)
 
 
 def signature_of(equation: JaxprEqn) -> Hashable:
@@ -103,9 +103,9 @@ def _new_rules(equations: list[JaxprEqn]) -> list[Rule | None]:
     for index, equation in enumerate(equations):
         if is_higher_order(equation) or equation.effects:
             continue
-        opaque = OPAQUE.get(equation.primitive.name)
-        rules[index] = exceptional_rule(equation) if opaque is None else opaque.rule(equation)
-        if rules[index] is None and opaque is None:
+        custom_call = CUSTOM_CALLS.get(equation.primitive.name)
+        rules[index] = exceptional_rule(equation) if custom_call is None else custom_call.rule(equation)
+        if rules[index] is None and custom_call is None:
             remaining.append(index)
     for platform in PLATFORMS:
         lowered_rules = _lowered_rules([equations[index] for index in remaining], platform)

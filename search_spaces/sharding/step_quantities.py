@@ -15,6 +15,7 @@ from cost.edges import map_by_key, map_distinct, merge_edges
 from cost.quantities import LiveMemory, Quantities, Quantity, with_weights
 from search_spaces.sharding.base import Edge, Layout, Node
 from search_spaces.sharding.coded_sums import finished_steps
+from search_spaces.sharding.custom_calls.operations import custom_call_of
 from search_spaces.sharding.edge_costs import (
     edge_key,
     edge_specs,
@@ -25,7 +26,6 @@ from search_spaces.sharding.edge_costs import (
 )
 from search_spaces.sharding.graph import Graph, Vertex, is_contraction
 from search_spaces.sharding.node_costs import NodeCosts
-from search_spaces.sharding.opaque.operations import opaque_of
 
 COMPUTE, HELD, BESIDE, WAITED, MEMORY = "compute_s", "held_s", "beside_s", "waited_s", "memory_bytes"
 """Names of quantities. `compute_s`: seconds of arithmetic and memory traffic. `held_s`: `[A]` seconds on each mesh
@@ -203,7 +203,7 @@ class Computing(NamedTuple):
 
 def is_product(vertex: Vertex) -> bool:
     """Returns whether an operation counts as a product: what a step spends its arithmetic on."""
-    return is_contraction(vertex) or opaque_of(vertex) is not None
+    return is_contraction(vertex) or custom_call_of(vertex) is not None
 
 
 def computing_of(graph: Graph, layout: Layout, node_costs: NodeCosts, compute_s: np.ndarray) -> Computing:

@@ -27,8 +27,8 @@ from search_spaces.replay import (
     user_source,
     while_operands,
 )
+from search_spaces.sharding.custom_calls.operations import CUSTOM_CALLS
 from search_spaces.sharding.graph import Block, Graph, Kind, Operand, Region, Value, Vertex, values_of
-from search_spaces.sharding.opaque.operations import OPAQUE
 from search_spaces.sharding.own_collectives import stated_seconds
 from search_spaces.sharding.shardy import PLATFORMS, signature_of
 
@@ -323,14 +323,14 @@ class Implementations:
 
         Returns:
           The implementation as a function of the equation's operands. None for primitives of JAX (other than a loop
-          with a condition for each example), for opaque operations, and for primitives whose implementation is not
+          with a condition for each example), for custom calls, and for primitives whose implementation is not
           written in JAX or is not what runs: some are lowered to kernels, and their implementation only says what
           these compute.
         """
         if equation.primitive.name == "while" and equation.params["cond_jaxpr"].out_avals[0].shape:
             with context_of(equation):
                 return _with_one_condition(equation)
-        if equation.primitive.name in OPAQUE or _is_of_jax(equation.primitive):
+        if equation.primitive.name in CUSTOM_CALLS or _is_of_jax(equation.primitive):
             return None
         key = equation.primitive, signature_of(equation)
         if key not in self._of_signature:

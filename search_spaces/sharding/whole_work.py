@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Axes, Dimensions, Node, Rule, ShardingStrategy
+from search_spaces.sharding.custom_calls.operations import UNEVEN, custom_call_of, name_of, refusal
 from search_spaces.sharding.explaining import sources_of
 from search_spaces.sharding.given import is_constrained
 from search_spaces.sharding.graph import Graph, Value, Vertex, values_of
 from search_spaces.sharding.node_costs import NodeCosts
-from search_spaces.sharding.opaque.operations import UNEVEN, name_of, opaque_of, refusal
 from search_spaces.sharding.own_collectives import stated_seconds
 from search_spaces.sharding.replicated_operations import is_replicated
 from search_spaces.sharding.spec import axes_in
@@ -228,7 +228,7 @@ class _Choice:
         """Returns the seconds of an operation if further axes split a factor, evenly or not, without its launches."""
         rule, strategy, costs = self.rules[vertex.index], self.strategies[vertex.index], self.node_costs
         parts = prod(costs.axis_sizes[a] for a in axes)
-        if rule is None or opaque_of(vertex) is not None:
+        if rule is None or custom_call_of(vertex) is not None:
             return self._divisible_s(vertex) / parts
 
         def split(specs: Sequence[IndexedSpec], arrays: Sequence[Dimensions]) -> tuple[IndexedSpec, ...]:
@@ -250,7 +250,7 @@ class _Choice:
         return max(own_s - self._launch_s(vertex), 0.0)
 
     def _launch_s(self, vertex: Vertex) -> float:
-        launches = 1.0 if opaque_of(vertex) is not None else float(self.node_costs.kernels.launches[vertex.index])
+        launches = 1.0 if custom_call_of(vertex) is not None else float(self.node_costs.kernels.launches[vertex.index])
         return vertex.weight * launches * self.node_costs.hardware.kernel_launch_s
 
 
@@ -273,11 +273,11 @@ def notes_of(
       rules: for each vertex its rule or None.
       as_program: whether operations are split only in ways that have a form on one device's part.
     """
-    without_rule, ruled, opaque = list[Vertex](), list[tuple[Vertex, Rule]](), list[tuple[Vertex, Rule]]()
+    without_rule, ruled, custom_calls = list[Vertex](), list[tuple[Vertex, Rule]](), list[tuple[Vertex, Rule]]()
     for vertex in graph.operations():
         rule = rules[vertex.index]
-        if rule is not None and opaque_of(vertex) is not None:
-            opaque.append((vertex, rule))
+        if rule is not None and custom_call_of(vertex) is not None:
+            custom_calls.append((vertex, rule))
         elif not is_constrained(vertex) and rule is not None:
             ruled.append((vertex, rule))
         elif not is_constrained(vertex) and any(v.shape for v in (*values_of(vertex.operands), *vertex.results)):
@@ -301,7 +301,7 @@ def notes_of(
         for name, sources in sources_of(never_split)
     ]
     refused: dict[str, list[str]] = {}
-    for vertex, reason in _refused_splits(opaque, axis_names, axes):
+    for vertex, reason in _refused_splits(custom_calls, axis_names, axes):
         text = f"{name_of(vertex)} does not run on {reason}"
         refused.setdefault(text, []).append(vertex.user_source)
     notes += [f"{text} ({len(sources)}x, {min(sources)})." for text, sources in refused.items()]
@@ -324,14 +324,14 @@ def _num_elements(vertex: Vertex) -> float:
 
 
 def _refused_splits(
-    opaque: Sequence[tuple[Vertex, Rule]], axis_names: tuple[str, ...], axes: Axes
+    custom_calls: Sequence[tuple[Vertex, Rule]], axis_names: tuple[str, ...], axes: Axes
 ) -> list[tuple[Vertex, str]]:
-    """Returns the opaque operations that do not run on parts of some mesh axis although their rule allows it, and why.
+    """Returns the custom calls that do not run on parts of some mesh axis although their rule allows it, and why.
 
     Each mesh axis is tried by itself.
     """
     refused: list[tuple[Vertex, str]] = []
-    for vertex, rule in opaque:
+    for vertex, rule in custom_calls:
         for strategy in strategies_of_rule(rule, axes):
             split = {a for spec in (*strategy.operands, *strategy.unreduced) for a in axes_in(spec)}
             reason = refusal(vertex, strategy, axes.sizes) if len(split) == 1 else None

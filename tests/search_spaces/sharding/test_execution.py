@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 
-from search_spaces.sharding.opaque.operations import runs_on_parts
+from search_spaces.sharding.custom_calls.operations import runs_on_parts
 from tests.search_spaces.sharding.small_spaces import array, space_of
 from tests.search_spaces.sharding.test_device_program import at_random, numbers
 

@@ -12,8 +12,8 @@ from cost.base import Link, num_strategies
 from cost.evaluation import change_costs, evaluate
 from cost.lines import Line
 from cost.memory import least_memory
+from search_spaces.sharding.custom_calls.cudnn import FORWARD, planned_without_cudnn
 from search_spaces.sharding.explaining import next_bests
-from search_spaces.sharding.opaque.cudnn import FORWARD, planned_without_cudnn
 from search_spaces.sharding.spec import shards
 from tests.search_spaces.sharding.small_spaces import (
     EXAMPLES,
@@ -226,7 +226,7 @@ def test_a_carry_that_is_gathered_for_its_loop_is_gathered_in_every_trip():
     assert space.problem.node_cost[carry][choice[carry]] == pytest.approx(3 * once_s)
 
 
-def test_what_an_opaque_operation_sends_counts_in_every_trip_of_a_loop():
+def test_what_a_custom_call_sends_counts_in_every_trip_of_a_loop():
     """Attention whose keys go around four devices, once and in three trips."""
 
     def attention(q, k, v):

@@ -14,9 +14,9 @@ import numpy as np
 
 from search_spaces.partition_specs import IndexedSpec
 from search_spaces.sharding.base import Axes, ShardingStrategy
-from search_spaces.sharding.opaque.differentiation import DifferentiableKernel, backward_kernel
-from search_spaces.sharding.opaque.kernel import Kernel, Price, checked_price
-from search_spaces.sharding.opaque.notation import parse_rule
+from search_spaces.sharding.custom_calls.differentiation import DifferentiableKernel, backward_kernel
+from search_spaces.sharding.custom_calls.kernel import Kernel, Price, checked_price
+from search_spaces.sharding.custom_calls.notation import parse_rule
 from search_spaces.sharding.strategies import strategies_of_rule
 
 

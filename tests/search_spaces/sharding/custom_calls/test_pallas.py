@@ -14,9 +14,9 @@ from jax.sharding import AxisType, PartitionSpec
 
 import diffshard
 from cost.compute import equation_flops
-from search_spaces.sharding.opaque import operations, pallas
-from search_spaces.sharding.opaque.kernel import Parts
-from tests.search_spaces.sharding.opaque.layouts import check_layout, split_dimensions, strategies_of
+from search_spaces.sharding.custom_calls import operations, pallas
+from search_spaces.sharding.custom_calls.kernel import Parts
+from tests.search_spaces.sharding.custom_calls.layouts import check_layout, split_dimensions, strategies_of
 from tests.search_spaces.sharding.small_spaces import array
 
 with warnings.catch_warnings():
@@ -299,8 +299,8 @@ def test_a_plan_from_a_file_runs_calls_on_parts(executor, tmp_path, monkeypatch)
         grids.add(tuple(parameters["grid_mapping"].grid))
         return run(equation, operands, parts)
 
-    known = operations.OPAQUE["pallas_call"]
+    known = operations.CUSTOM_CALLS["pallas_call"]
     run = known.run
-    monkeypatch.setitem(operations.OPAQUE, "pallas_call", known._replace(run=watched))
+    monkeypatch.setitem(operations.CUSTOM_CALLS, "pallas_call", known._replace(run=watched))
     np.testing.assert_allclose(applied(*plan.shard(x, w)), step(x, w), rtol=1e-5)
     assert grids == {(1,)}, "8 blocks of 4 rows, one on each device"

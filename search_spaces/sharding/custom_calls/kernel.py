@@ -4,7 +4,7 @@ A kernel is a JAX primitive with the function as its parameter. Bound to whole a
 bound to one device's parts for that device's, so the same equation is traced, planned and run; without a plan it lowers
 to what the function lowers to. Its backward is another kernel.
 
-How arrays of any opaque operation are split, and what a trace tells of its work, stands here as well.
+How arrays of any custom call are split, and what a trace tells of its work, stands here as well.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -22,11 +22,11 @@ from cost.base import Work
 from cost.compute import inner_jaxprs, jaxpr_flops
 from cost.real_numbers import real_number
 from search_spaces.partition_specs import IndexedSpec
-from search_spaces.sharding.opaque.notation import NamedRule
+from search_spaces.sharding.custom_calls.notation import NamedRule
 
 
 class Parts(NamedTuple):
-    """How the arrays of an opaque operation are split over a mesh."""
+    """How the arrays of a custom call are split over a mesh."""
 
     operands: tuple[IndexedSpec, ...]
     results: tuple[IndexedSpec, ...]

@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tests.search_spaces.sharding.opaque.layouts import check_layout, split_dimensions, strategies_of
+from tests.search_spaces.sharding.custom_calls.layouts import check_layout, split_dimensions, strategies_of
 from tests.search_spaces.sharding.small_spaces import array
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from search_spaces.sharding.opaque.notation import parse_rule
+from search_spaces.sharding.custom_calls.notation import parse_rule
 
 
 def test_a_product_of_matrices():

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from search_spaces.sharding.opaque.kernel import Kernel
-from search_spaces.sharding.opaque.notation import NamedDimensions, NamedRule
+from search_spaces.sharding.custom_calls.kernel import Kernel
+from search_spaces.sharding.custom_calls.notation import NamedDimensions, NamedRule
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from cost.base import Work
 from cost.compute import equation_flops
 from search_spaces.replay import bind, with_inner
 from search_spaces.sharding.base import Rule
-from search_spaces.sharding.opaque.kernel import Parts, arrays_bytes, dtype_of_work
+from search_spaces.sharding.custom_calls.kernel import Parts, arrays_bytes, dtype_of_work
 from search_spaces.sharding.rules import Factors, Mark, rule_from_factors
 
 PALLAS_TARGETS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")

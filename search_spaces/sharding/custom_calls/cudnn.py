@@ -23,8 +23,8 @@ from jax.extend import core
 from cost.base import AttentionWork
 from search_spaces.replay import bind
 from search_spaces.sharding.base import Rule
-from search_spaces.sharding.opaque.kernel import Kernel, arrays_bytes, dtype_of_work
-from search_spaces.sharding.opaque.notation import NamedDimensions, NamedRule, Shape
+from search_spaces.sharding.custom_calls.kernel import Kernel, arrays_bytes, dtype_of_work
+from search_spaces.sharding.custom_calls.notation import NamedDimensions, NamedRule, Shape
 from search_spaces.sharding.rules import shapes_of
 
 FORWARD, BACKWARD = "dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import diffshard
 from diffshard.checks.verify import verify
-from search_spaces.sharding.opaque.cudnn import BACKWARD, FORWARD, planned_without_cudnn
+from search_spaces.sharding.custom_calls.cudnn import BACKWARD, FORWARD, planned_without_cudnn
 from tests.search_spaces.sharding.small_spaces import array, hardware_of, space_of
 
 

@@ -32,7 +32,7 @@ from jax.extend import core
 
 from cost.base import AttentionWork
 from search_spaces.sharding.base import Rule
-from search_spaces.sharding.opaque.cudnn import (
+from search_spaces.sharding.custom_calls.cudnn import (
     FORWARD,
     attend,
     is_causal,
@@ -40,8 +40,8 @@ from search_spaces.sharding.opaque.cudnn import (
     sequence_dimension,
     work_of_attention,
 )
-from search_spaces.sharding.opaque.kernel import Parts
-from search_spaces.sharding.opaque.notation import NamedDimensions, NamedRule
+from search_spaces.sharding.custom_calls.kernel import Parts
+from search_spaces.sharding.custom_calls.notation import NamedDimensions, NamedRule
 from search_spaces.sharding.own_collectives import OwnCollective
 from search_spaces.sharding.rules import shapes_of
 from search_spaces.sharding.spec import parts_of

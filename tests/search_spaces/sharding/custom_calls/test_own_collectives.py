@@ -1,4 +1,4 @@
-"""Seconds of the collectives inside an opaque operation, by hand."""
+"""Seconds of the collectives inside a custom call, by hand."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a plan must know of each kind of opaque operation: its rule, its price, and how it runs on one device's part.
+"""What a plan must know of each kind of custom call: its rule, its price, and how it runs on one device's part.
 
 JAX's `custom_partitioning` is split by the sharding rule that it was given, and run by its own `partition`.
 """
@@ -16,12 +16,18 @@ from cost.compute import jaxpr_flops
 from search_spaces.partition_specs import IndexedSpec, named_spec, partition_spec
 from search_spaces.replay import bind
 from search_spaces.sharding.base import Rule, ShardingStrategy
+from search_spaces.sharding.custom_calls.cudnn import BACKWARD, CUDNN_TARGETS, FORWARD, rule_of_attention
+from search_spaces.sharding.custom_calls.kernel import Kernel, Parts, arrays_bytes, dtype_of_work
+from search_spaces.sharding.custom_calls.notation import NamedDimensions, NamedRule, Shape, parse_rule
+from search_spaces.sharding.custom_calls.pallas import (
+    PALLAS_TARGETS,
+    name_of_call,
+    rule_of_call,
+    run_call,
+    work_of_call,
+)
+from search_spaces.sharding.custom_calls.ring import ring_collectives, run_attention, sequence_rules, work_of_parts
 from search_spaces.sharding.graph import Value, Vertex
-from search_spaces.sharding.opaque.cudnn import BACKWARD, CUDNN_TARGETS, FORWARD, rule_of_attention
-from search_spaces.sharding.opaque.kernel import Kernel, Parts, arrays_bytes, dtype_of_work
-from search_spaces.sharding.opaque.notation import NamedDimensions, NamedRule, Shape, parse_rule
-from search_spaces.sharding.opaque.pallas import PALLAS_TARGETS, name_of_call, rule_of_call, run_call, work_of_call
-from search_spaces.sharding.opaque.ring import ring_collectives, run_attention, sequence_rules, work_of_parts
 from search_spaces.sharding.own_collectives import OwnCollective
 from search_spaces.sharding.rules import RIGHT_SIDES, shapes_of
 from search_spaces.sharding.spec import parts_of
@@ -125,7 +131,7 @@ def _named_rule(given: Any, operands: Sequence[_Type], results: Sequence[_Type])
     )
 
 
-class OpaqueOperation(NamedTuple):
+class CustomCall(NamedTuple):
     """A kind of operation whose inside no compiler sees.
 
     Attributes:
@@ -158,7 +164,7 @@ def _bind(equation: core.JaxprEqn, operands: Sequence[Any], parts: Parts) -> Seq
     return bind(equation, operands)
 
 
-_ATTENTION = OpaqueOperation(
+_ATTENTION = CustomCall(
     rule_of_attention,
     work_of_parts,
     run_attention,
@@ -167,16 +173,16 @@ _ATTENTION = OpaqueOperation(
     sequence_rules,
     ring_collectives,
 )
-OPAQUE: dict[str, OpaqueOperation] = {
-    "kernel": OpaqueOperation(
+CUSTOM_CALLS: dict[str, CustomCall] = {
+    "kernel": CustomCall(
         rule=lambda e: _kernel(e).rule.rule(shapes_of(e.invars), shapes_of(e.outvars)),
         work=lambda e, operands, share: _kernel(e).work(operands, share),
         run=_bind,
         combine=lambda e: _kernel(e).rule.combine,
         name=lambda e: f"kernel {_kernel(e).name!r}",
     ),
-    "pallas_call": OpaqueOperation(rule_of_call, work_of_call, run_call, lambda e: "sum", name_of_call),
-    "custom_partitioning": OpaqueOperation(
+    "pallas_call": CustomCall(rule_of_call, work_of_call, run_call, lambda e: "sum", name_of_call),
+    "custom_partitioning": CustomCall(
         rule_of_partitioning, work_of_partitioning, run_partitioning, lambda e: "finished", name_of_partitioning
     ),
     FORWARD: _ATTENTION,
@@ -184,35 +190,35 @@ OPAQUE: dict[str, OpaqueOperation] = {
 }
 """By the names of primitives."""
 CUSTOM_CALL_TARGETS = (*PALLAS_TARGETS, *CUDNN_TARGETS)
-"""The custom calls that opaque operations lower to."""
+"""The names in XLA of what Pallas calls and cuDNN's attention lower to."""
 _MAY_NAME_AXES = ("custom_partitioning", FORWARD, BACKWARD)
 """Primitives whose form on parts may have collectives, and so names the mesh's axes."""
 UNEVEN = "the parts are uneven"
-"""Why an opaque operation is not split over axes that do not divide a dimension."""
+"""Why a custom call is not split over axes that do not divide a dimension."""
 
 
-def opaque_of(vertex: Vertex) -> OpaqueOperation | None:
-    """Returns what is known of a vertex's operation if it is opaque; None for every other vertex."""
-    return OPAQUE.get(vertex.primitive)
+def custom_call_of(vertex: Vertex) -> CustomCall | None:
+    """Returns what is known of a vertex's operation if it is a custom call; None for every other vertex."""
+    return CUSTOM_CALLS.get(vertex.primitive)
 
 
 def runs_on_parts(vertex: Vertex) -> bool:
     """Returns whether every executor runs an operation on each device's own part, and leaves XLA nothing to partition.
 
-    These are opaque operations, those with independent right-hand sides, and convolutions with groups. Where the
+    These are custom calls, those with independent right-hand sides, and convolutions with groups. Where the
     contracted features of such a convolution are split, XLA's partitioner adds the partial results of
     `batch_group_count` more than once, and may end the process.
     """
-    if opaque_of(vertex) is not None or vertex.primitive in RIGHT_SIDES:
+    if custom_call_of(vertex) is not None or vertex.primitive in RIGHT_SIDES:
         return True
     is_convolution = vertex.primitive == "conv_general_dilated"
     return is_convolution and max(vertex.params["feature_group_count"], vertex.params["batch_group_count"]) > 1
 
 
 def name_of(vertex: Vertex) -> str:
-    """Returns what a reader of a plan calls an opaque operation."""
-    opaque = opaque_of(vertex)
-    return vertex.primitive if opaque is None or vertex.equation is None else opaque.name(vertex.equation)
+    """Returns what a reader of a plan calls a custom call."""
+    custom_call = custom_call_of(vertex)
+    return vertex.primitive if custom_call is None or vertex.equation is None else custom_call.name(vertex.equation)
 
 
 def local_operands(
@@ -232,26 +238,28 @@ def _part(shape: Sequence[int], dtype: Any, spec: Any, axis_sizes: tuple[int, ..
 
 
 def local_work(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> Work | AttentionWork:
-    """Returns what one device does of an opaque operation."""
-    opaque = opaque_of(vertex)
-    assert opaque is not None
+    """Returns what one device does of a custom call."""
+    custom_call = custom_call_of(vertex)
+    assert custom_call is not None
     assert vertex.equation is not None
     operands = local_operands(vertex, strategy, axis_sizes)
-    return opaque.work(vertex.equation, operands, 1.0 / strategy.parts)
+    return custom_call.work(vertex.equation, operands, 1.0 / strategy.parts)
 
 
 def own_collectives(
     vertex: Vertex, strategy: ShardingStrategy, axis_names: tuple[str, ...], axis_sizes: tuple[int, ...]
 ) -> Sequence[OwnCollective]:
-    """Returns the collectives that an operation runs itself with a strategy; only some opaque ones have any."""
-    opaque = opaque_of(vertex)
-    if opaque is None or vertex.equation is None:
+    """Returns the collectives that an operation runs itself with a strategy; only some custom calls have any."""
+    custom_call = custom_call_of(vertex)
+    if custom_call is None or vertex.equation is None:
         return ()
-    return opaque.collectives(vertex.equation, Parts(strategy.operands, strategy.unreduced, axis_names, axis_sizes))
+    return custom_call.collectives(
+        vertex.equation, Parts(strategy.operands, strategy.unreduced, axis_names, axis_sizes)
+    )
 
 
 def refusal(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> str | None:
-    """Returns why an opaque operation does not run on the parts of a strategy; None if it does.
+    """Returns why a custom call does not run on the parts of a strategy; None if it does.
 
     It does on even parts that its function accepts.
 
@@ -270,8 +278,8 @@ _refusals: WeakKeyDictionary[Vertex, dict[tuple[ShardingStrategy, tuple[int, ...
 
 
 def _refusal(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> str | None:
-    opaque = opaque_of(vertex)
-    assert opaque is not None
+    custom_call = custom_call_of(vertex)
+    assert custom_call is not None
     assert vertex.equation is not None
     arrays = (*vertex.operands, *vertex.results)
     for array, spec in zip(arrays, (*strategy.operands, *strategy.unreduced), strict=True):
@@ -292,7 +300,7 @@ def _refusal(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, 
     ]
     if [(tuple(x.shape), x.dtype) for x in types] != [(x.shape, x.dtype) for x in expected]:
         raise ValueError(
-            f"The rule of {opaque.name(vertex.equation)} ({vertex.user_source}) does not fit its function: "
+            f"The rule of {custom_call.name(vertex.equation)} ({vertex.user_source}) does not fit its function: "
             f"for one device's operands {_written(operands)} it says that the results are {_written(expected)}, but "
             f"the function returns {_written(types)}. Name factors that must not be split in `need_replication`."
         )
@@ -300,20 +308,20 @@ def _refusal(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, 
 
 
 def _types(vertex: Vertex, operands: Sequence[jax.ShapeDtypeStruct], parts: Parts) -> list[jax.ShapeDtypeStruct]:
-    """Returns the results that an opaque operation gives on one device of a mesh, which names its axes."""
-    opaque, equation = opaque_of(vertex), vertex.equation
-    assert opaque is not None
+    """Returns the results that a custom call gives on one device of a mesh, which names its axes."""
+    custom_call, equation = custom_call_of(vertex), vertex.equation
+    assert custom_call is not None
     assert equation is not None
     if vertex.primitive == "kernel":
         return _kernel(equation).results(operands)  # traced once for each shape
     if vertex.primitive not in _MAY_NAME_AXES:
-        results = jax.eval_shape(lambda *arrays: opaque.run(equation, arrays, parts), *operands)
+        results = jax.eval_shape(lambda *arrays: custom_call.run(equation, arrays, parts), *operands)
         return list(results)
     mesh = AbstractMesh(parts.axis_sizes, parts.axis_names, axis_types=(AxisType.Auto,) * len(parts.axis_sizes))
     types: list[jax.ShapeDtypeStruct] = []
 
     def on_one_device(*arrays: Any) -> list[Any]:
-        results = opaque.run(equation, arrays, parts)
+        results = custom_call.run(equation, arrays, parts)
         types.extend(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results)
         return []
 

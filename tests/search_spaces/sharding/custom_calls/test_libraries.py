@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 from cost.compute import equation_flops
-from tests.search_spaces.sharding.opaque.layouts import check_layout, split_dimensions, strategies_of
+from tests.search_spaces.sharding.custom_calls.layouts import check_layout, split_dimensions, strategies_of
 from tests.search_spaces.sharding.small_spaces import array
 
 BATCH, N = 8, 12

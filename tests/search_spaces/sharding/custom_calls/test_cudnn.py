@@ -11,10 +11,10 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import diffshard
+from search_spaces.sharding.custom_calls.cudnn import BACKWARD, FORWARD, named_rule, planned_without_cudnn
+from search_spaces.sharding.custom_calls.kernel import Kernel
 from search_spaces.sharding.graph import Value
-from search_spaces.sharding.opaque.cudnn import BACKWARD, FORWARD, named_rule, planned_without_cudnn
-from search_spaces.sharding.opaque.kernel import Kernel
-from tests.search_spaces.sharding.opaque.layouts import check_layout, split_dimensions
+from tests.search_spaces.sharding.custom_calls.layouts import check_layout, split_dimensions
 from tests.search_spaces.sharding.small_spaces import array, space_of
 
 B, T, S, N, H = 8, 64, 64, 8, 64
