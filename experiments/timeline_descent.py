@@ -39,7 +39,7 @@ from experiments.timeline_models import CASES
 from search_spaces.sharding.graph import Value, is_contraction
 from search_spaces.sharding.program_steps import links_of_axes
 from search_spaces.sharding.space import ShardingSpace
-from search_spaces.sharding.step_quantities import BESIDE, COMPUTE, HELD
+from search_spaces.sharding.step_quantities import BLOCKING, COMPUTE, OVERLAPPED
 
 SHARES = (0.25, 0.5, 0.75, 1.0)
 """Weights of the timeline's gradient; the rest is the sum."""
@@ -130,15 +130,15 @@ class IdealTimeline:
     def amounts(self, choice: np.ndarray) -> tuple[np.ndarray, list[Transfer]]:
         """Returns the seconds of arithmetic at each place, `[P]`, and what is sent."""
         quantities, compute_s, sent = self.quantities, np.zeros(self.num_places), []
-        held, beside = quantities[HELD], quantities[BESIDE]
+        blocking, overlapped = quantities[BLOCKING], quantities[OVERLAPPED]
         for v, s in enumerate(choice.tolist()):
             compute_s[self.place[v]] += quantities[COMPUTE].node[v][s]
-            seconds = held.node[v][s] + beside.node[v][s]
+            seconds = blocking.node[v][s] + overlapped.node[v][s]
             if seconds.any():
                 sent.append(Transfer(int(self.node_after[v]), int(self.node_by[v]), seconds))
         ends = choice[np.asarray(self.space.problem.edge_nodes).reshape(-1, 2)].tolist()
         for k, (s, t) in enumerate(ends):
-            seconds = held.edge[k][s, t] + beside.edge[k][s, t]
+            seconds = blocking.edge[k][s, t] + overlapped.edge[k][s, t]
             if seconds.any():
                 sent.append(Transfer(int(self.edge_after[k]), int(self.edge_by[k]), seconds))
         return compute_s, sent
@@ -208,7 +208,7 @@ class IdealTimeline:
                 node_cost.add(v, quantities[COMPUTE].node[v], share * float(weights.compute[place]))
         for costs, rows, kind in ((node_cost, weights.nodes, "node"), (edge_cost, weights.edges, "edge")):
             for k, axis in np.argwhere(rows).tolist():
-                for name in (HELD, BESIDE):
+                for name in (BLOCKING, OVERLAPPED):
                     costs.add(k, column(getattr(quantities[name], kind)[k], axis), share * float(rows[k, axis]))
         return sums._replace(node_cost=node_cost.arrays(), edge_cost=edge_cost.arrays())
 

@@ -42,16 +42,16 @@ class PlanTerms(NamedTuple):
     """A plan's price as terms of rates.
 
     Attributes:
-      computing, held, beside: `[R]` seconds of arithmetic and memory traffic, of collectives that arithmetic waits for,
-        and of those that can overlap with it.
+      computing, blocking, overlapped: `[R]` seconds of arithmetic and memory traffic, of collectives that arithmetic
+        waits for, and of those that can overlap with it.
       exposed_share: what a step waits for the latter at least.
       log_slowness: `[R]` of the hardware for which the plan was priced.
       parts: seconds of each operation and collective, by how they run.
     """
 
     computing: np.ndarray
-    held: np.ndarray
-    beside: np.ndarray
+    blocking: np.ndarray
+    overlapped: np.ndarray
     exposed_share: float
     log_slowness: np.ndarray
     parts: Mapping[tuple, float]
@@ -110,7 +110,7 @@ def scaled(hardware: Hardware, log_slowness: Mapping[str, float]) -> Hardware:
 def terms_of(plan: PlanData, log_slowness: np.ndarray) -> PlanTerms:
     """Returns the terms of a plan that was priced for hardware of this slowness, `[R]`."""
     names = rate_names(plan.mesh_axes)
-    computing, held, beside = np.zeros((3, len(names)))
+    computing, blocking, overlapped = np.zeros((3, len(names)))
     products_s = min(plan.computing.products_s, plan.compute_s)
     computing[:2] = products_s, plan.compute_s - products_s
     parts: defaultdict[tuple, float] = defaultdict(float)
@@ -121,19 +121,19 @@ def terms_of(plan: PlanData, log_slowness: np.ndarray) -> PlanTerms:
         lines = plan.hardware.link(c.axis).lines(c.kind)  # pyright: ignore[reportArgumentType]
         fastest = min(lines, key=lambda line: line.latency_s + line.s_per_byte * sent)
         bytes_s = min(c.count * sent * fastest.s_per_byte, c.link_s)
-        own = beside if c.seconds < c.link_s else held
+        own = overlapped if c.seconds < c.link_s else blocking
         own[names.index(f"latency of {c.axis}")] += c.link_s - bytes_s
         own[names.index(f"bytes of {c.axis}")] += bytes_s
         parts[c.kind, c.axis, c.num_bytes, c.made_by, c.read_by] += c.seconds
-    return PlanTerms(computing, held, beside, plan.hardware.exposed_share, log_slowness, parts)
+    return PlanTerms(computing, blocking, overlapped, plan.hardware.exposed_share, log_slowness, parts)
 
 
 def log_seconds(terms: PlanTerms, log_slowness: np.ndarray) -> tuple[float, np.ndarray]:
     """Returns the logarithm of a plan's seconds at other rates, and its gradient `[R]`: each rate's share."""
     slower = np.exp(log_slowness - terms.log_slowness)
-    waits_for_links = (terms.beside - terms.computing) @ slower > terms.exposed_share * terms.beside @ slower
-    part = terms.beside if waits_for_links else terms.computing + terms.exposed_share * terms.beside
-    part_s = (terms.held + part) * slower
+    waits_for_links = (terms.overlapped - terms.computing) @ slower > terms.exposed_share * terms.overlapped @ slower
+    part = terms.overlapped if waits_for_links else terms.computing + terms.exposed_share * terms.overlapped
+    part_s = (terms.blocking + part) * slower
     seconds = part_s.sum()
     return float(np.log(seconds)), part_s / seconds
 

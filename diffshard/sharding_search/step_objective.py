@@ -26,11 +26,11 @@ from diffshard.solving.objectives.minimise import SolveLinear, minimise
 from diffshard.solving.objectives.objective import Affine, Objective, PricedObjective, split_loads
 from search_spaces.sharding.explaining import StepPrediction, Transfer
 from search_spaces.sharding.space import ShardingSpace
-from search_spaces.sharding.step_quantities import BESIDE, COMPUTE, HELD, MEMORY, WAITED
+from search_spaces.sharding.step_quantities import BLOCKING, COMPUTE, EXPOSED, MEMORY, OVERLAPPED
 
 STEP_GAP = 1e-3
 """The relative gap at which a search for the fastest step ends where links bound it; predictions are off by more."""
-STEP_QUANTITIES = (COMPUTE, HELD, BESIDE, WAITED)
+STEP_QUANTITIES = (COMPUTE, BLOCKING, OVERLAPPED, EXPOSED)
 """The quantities on which the seconds of a step depend."""
 
 
@@ -41,16 +41,16 @@ class RelaxedStep(NamedTuple):
 
     Attributes:
       compute_s: seconds of arithmetic and memory traffic on each device.
-      held_s: by mesh axis, seconds on its links of collectives that arithmetic waits for.
-      beside_s: by mesh axis, seconds on its links of collectives that can overlap with arithmetic.
-      waited_s: by mesh axis, what the step waits for those at the hardware's exposed share.
+      blocking_s: by mesh axis, seconds on its links of collectives that arithmetic waits for.
+      overlapped_s: by mesh axis, seconds on its links of collectives that can overlap with arithmetic.
+      exposed_s: by mesh axis, what the step waits for those at the hardware's exposed share.
       memory_bytes: `[T]` in use on each device over the step.
     """
 
     compute_s: jax.Array
-    held_s: dict[str, jax.Array]
-    beside_s: dict[str, jax.Array]
-    waited_s: dict[str, jax.Array]
+    blocking_s: dict[str, jax.Array]
+    overlapped_s: dict[str, jax.Array]
+    exposed_s: dict[str, jax.Array]
     memory_bytes: jax.Array
 
     def __getattr__(self, name: str) -> Any:
@@ -62,15 +62,15 @@ class RelaxedStep(NamedTuple):
     @property
     def seconds(self) -> jax.Array:
         """The predicted seconds of the step, convex in the fields."""
-        held, beside, waited = (
-            sum(s.values(), start=jnp.zeros(())) for s in (self.held_s, self.beside_s, self.waited_s)
+        blocking, overlapped, exposed = (
+            sum(s.values(), start=jnp.zeros(())) for s in (self.blocking_s, self.overlapped_s, self.exposed_s)
         )
-        return self.compute_s + held + jnp.maximum(waited, beside - self.compute_s)
+        return self.compute_s + blocking + jnp.maximum(exposed, overlapped - self.compute_s)
 
     @property
     def link_s(self) -> dict[str, jax.Array]:
         """By mesh axis, seconds on its links of all collectives."""
-        return {axis: seconds + self.beside_s[axis] for axis, seconds in self.held_s.items()}
+        return {axis: seconds + self.overlapped_s[axis] for axis, seconds in self.blocking_s.items()}
 
     @property
     def peak_bytes(self) -> jax.Array:
@@ -88,13 +88,13 @@ def waiting_transfers(prediction: StepPrediction) -> tuple[Transfer, ...]:
     Of collectives that can overlap with arithmetic, with B seconds on their links and W seconds of waiting in the
     prediction, a step with C seconds of arithmetic waits max(W, B - C) seconds; each has its part of that.
     """
-    beside = _beside(prediction)
-    link_s, waited_s = sum(t.link_s for t in beside), sum(t.seconds for t in beside)
+    overlapped = _overlapped(prediction)
+    link_s, exposed_s = sum(t.link_s for t in overlapped), sum(t.seconds for t in overlapped)
     least_s = link_s - float(prediction.compute_s.sum())
-    if least_s <= waited_s:
+    if least_s <= exposed_s:
         return prediction.transfers
     factor = least_s / link_s
-    return tuple(t._replace(seconds=factor * t.link_s) if _is_beside(t) else t for t in prediction.transfers)
+    return tuple(t._replace(seconds=factor * t.link_s) if _is_overlapped(t) else t for t in prediction.transfers)
 
 
 def step_s(prediction: StepPrediction) -> float:
@@ -191,8 +191,8 @@ def _price(objective: Objective, space: ShardingSpace, choice: Sequence[int]) ->
 
 def seconds_of(amounts: dict[str, jax.Array]) -> jax.Array:
     """Returns the seconds of a step from amounts of `STEP_QUANTITIES`."""
-    compute_s, beside_s = amounts[COMPUTE], jnp.sum(amounts[BESIDE])
-    return compute_s + jnp.sum(amounts[HELD]) + jnp.maximum(jnp.sum(amounts[WAITED]), beside_s - compute_s)
+    compute_s, overlapped_s = amounts[COMPUTE], jnp.sum(amounts[OVERLAPPED])
+    return compute_s + jnp.sum(amounts[BLOCKING]) + jnp.maximum(jnp.sum(amounts[EXPOSED]), overlapped_s - compute_s)
 
 
 def _relaxed_step(amounts: dict[str, Any], axis_names: Sequence[str]) -> RelaxedStep:
@@ -200,13 +200,13 @@ def _relaxed_step(amounts: dict[str, Any], axis_names: Sequence[str]) -> Relaxed
         each = jnp.broadcast_to(amounts[name], len(axis_names))  # a step without operations has one sum of nothing
         return dict(zip(axis_names, each, strict=True))
 
-    held_s, beside_s, waited_s = map(by_axis, (HELD, BESIDE, WAITED))
-    return RelaxedStep(amounts[COMPUTE], held_s, beside_s, waited_s, amounts[MEMORY])
+    blocking_s, overlapped_s, exposed_s = map(by_axis, (BLOCKING, OVERLAPPED, EXPOSED))
+    return RelaxedStep(amounts[COMPUTE], blocking_s, overlapped_s, exposed_s, amounts[MEMORY])
 
 
-def _is_beside(transfer: Transfer) -> bool:
+def _is_overlapped(transfer: Transfer) -> bool:
     return transfer.seconds < transfer.link_s
 
 
-def _beside(prediction: StepPrediction) -> list[Transfer]:
-    return [transfer for transfer in prediction.transfers if _is_beside(transfer)]
+def _overlapped(prediction: StepPrediction) -> list[Transfer]:
+    return [transfer for transfer in prediction.transfers if _is_overlapped(transfer)]

@@ -200,8 +200,8 @@ def _transfers(
             steps, _ = finished_steps(reshard_costs.path, value, strategy, i)
             exposed = costs.exposed(value, strategy)
             add(steps, value, vertex.reduction_weight, vertex.index, vertex.index, exposed=exposed)
-        for collective, link_s, waited_s in costs.own_collectives(vertex, strategy):
-            seconds = vertex.weight * waited_s, vertex.weight * link_s
+        for collective, link_s, exposed_s in costs.own_collectives(vertex, strategy):
+            seconds = vertex.weight * exposed_s, vertex.weight * link_s
             kind, axis, num_bytes, count, _ = collective
             places = (vertex.index,) * 4
             transfers.append(Transfer(kind, axis_names[axis], num_bytes, count * vertex.weight, *seconds, *places))
@@ -218,8 +218,8 @@ def _transfers(
             reader = vertex if shared is None else None
             for axis in message.maxima:
                 link_s = edge.weight * reshard_costs.maximum_s(axis, message.maxima_bytes)
-                waited_s = (costs.shares.exposed(edge.value) if message.is_coded else 1.0) * link_s
-                sent = "all_reduce", axis_names[axis], message.maxima_bytes, edge.weight, waited_s, link_s
+                exposed_s = (costs.shares.exposed(edge.value) if message.is_coded else 1.0) * link_s
+                sent = "all_reduce", axis_names[axis], message.maxima_bytes, edge.weight, exposed_s, link_s
                 transfers.append(Transfer(*sent, vertex, edge.reader, edge.value.vertex, vertex))
             steps = reshard_costs.path(source, target)
             add(steps, edge.value, edge.weight, vertex, edge.reader, reader, message.num_bytes)

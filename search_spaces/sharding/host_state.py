@@ -56,7 +56,7 @@ class HostArray(NamedTuple):
       comes_with: the id of the value that is made when its copy to the device begins; None for the step's begin.
       after: the id of the result that has left the device by then; None for none.
       comes_at, gone_at: positions at which its copy begins, and by which its own result has left the device.
-      is_beside: whether products run after its update, beside which it is copied.
+      is_overlapped: whether products run after its update, beside which it is copied.
     """
 
     vertex: int
@@ -66,7 +66,7 @@ class HostArray(NamedTuple):
     after: int | None
     comes_at: int
     gone_at: int
-    is_beside: bool
+    is_overlapped: bool
 
 
 class _Updated(NamedTuple):
@@ -157,9 +157,9 @@ def host_s_per_byte(
     if hardware.host_memory_bytes_per_s is None or not arrays:
         return {}
     copy_s_per_byte = 2 / hardware.host_memory_bytes_per_s
-    beside = [array for array in arrays if array.is_beside]
-    link_s = copy_s_per_byte * sum(graph.values[array.value].num_bytes for array in beside) / num_devices
-    begins = min((array.comes_at for array in beside), default=0)
+    overlapped = [array for array in arrays if array.is_overlapped]
+    link_s = copy_s_per_byte * sum(graph.values[array.value].num_bytes for array in overlapped) / num_devices
+    begins = min((array.comes_at for array in overlapped), default=0)
     products_s = sum(
         vertex.weight * equation_flops(vertex.equation) / hardware.reached_flops_per_s(equation_dtype(vertex.equation))
         for vertex in graph.operations()
@@ -167,7 +167,7 @@ def host_s_per_byte(
     )
     left = 1 - products_s / num_devices / link_s if link_s else 0.0
     share = max(hardware.exposed_share, left)
-    return {array.vertex: copy_s_per_byte * (share if array.is_beside else 1.0) for array in arrays}
+    return {array.vertex: copy_s_per_byte * (share if array.is_overlapped else 1.0) for array in arrays}
 
 
 class HostCopies(NamedTuple):

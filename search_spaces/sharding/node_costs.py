@@ -357,7 +357,7 @@ class NodeCosts:
         return self.reshard_costs.collective_s(collective.kind, collective.axis, collective.num_bytes)
 
     def _own_collectives_s(self, vertex: Vertex, strategy: ShardingStrategy) -> float:
-        return vertex.weight * sum(c.waited_s for c in self.own_collectives(vertex, strategy))
+        return vertex.weight * sum(c.exposed_s for c in self.own_collectives(vertex, strategy))
 
     def preference_s(self, vertex: Vertex, strategies: Sequence[ShardingStrategy]) -> np.ndarray:
         """Returns a thousandth of the time to read what an argument stores, `[strategies]`; it decides between equals.

@@ -24,14 +24,14 @@ class OwnCollective(NamedTuple):
       axis: the mesh axis along which it goes.
       num_bytes: the full size along the axis in one group of devices (see `cost.collectives`).
       count: executions in one run of the operation.
-      is_beside: whether each of them runs beside a round of arithmetic.
+      is_overlapped: whether each of them runs beside a round of arithmetic.
     """
 
     kind: CollectiveKind
     axis: int
     num_bytes: float
     count: int  # pyright: ignore[reportIncompatibleMethodOverride]
-    is_beside: bool
+    is_overlapped: bool
 
 
 class PricedCollective(NamedTuple):
@@ -39,12 +39,12 @@ class PricedCollective(NamedTuple):
 
     Attributes:
       link_s: seconds that the link is busy.
-      waited_s: seconds that the device waits.
+      exposed_s: seconds that the device waits.
     """
 
     collective: OwnCollective
     link_s: float
-    waited_s: float
+    exposed_s: float
 
 
 def priced(
@@ -59,14 +59,16 @@ def priced(
       arithmetic_s: seconds of all rounds without any collective.
       seconds_of: seconds of one execution of a collective alone.
     """
-    num_beside = max((c.count for c in collectives if c.is_beside), default=0)
-    round_s = arithmetic_s / (num_beside + 1)
-    beside_s = sum(c.count * seconds_of(c) for c in collectives if c.is_beside)
-    waited_share = max(0.0, 1 - num_beside * round_s / beside_s) if beside_s else 0.0
+    num_overlapped = max((c.count for c in collectives if c.is_overlapped), default=0)
+    round_s = arithmetic_s / (num_overlapped + 1)
+    overlapped_s = sum(c.count * seconds_of(c) for c in collectives if c.is_overlapped)
+    exposed_share = max(0.0, 1 - num_overlapped * round_s / overlapped_s) if overlapped_s else 0.0
     entries = []
     for collective in collectives:
         link_s = collective.count * seconds_of(collective)
-        entries.append(PricedCollective(collective, link_s, link_s * (waited_share if collective.is_beside else 1.0)))
+        entries.append(
+            PricedCollective(collective, link_s, link_s * (exposed_share if collective.is_overlapped else 1.0))
+        )
     return entries
 
 

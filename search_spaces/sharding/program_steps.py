@@ -157,9 +157,9 @@ class _Recorder:
             ]
         seconds = self.costs.chosen_compute_s(vertex, strategy)
         token = self._add((COMPUTE,) if seconds else (), seconds, tokens, StepOrigin("compute", vertex.index))
-        for collective, _, waited_s in self.costs.own_collectives(vertex, strategy):
+        for collective, _, exposed_s in self.costs.own_collectives(vertex, strategy):
             origin = StepOrigin(collective.kind, vertex.index, (collective.axis,))
-            token = self._add(self._links((collective.axis,)), vertex.weight * waited_s, [token], origin)
+            token = self._add(self._links((collective.axis,)), vertex.weight * exposed_s, [token], origin)
         return [token] * len(vertex.results)
 
     def encode(self, array: _Token, vertex: Vertex, position: int, spec: IndexedSpec) -> _Token:

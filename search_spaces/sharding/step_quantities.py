@@ -27,10 +27,10 @@ from search_spaces.sharding.edge_costs import (
 from search_spaces.sharding.graph import Graph, Vertex, is_contraction
 from search_spaces.sharding.node_costs import NodeCosts
 
-COMPUTE, HELD, BESIDE, WAITED, MEMORY = "compute_s", "held_s", "beside_s", "waited_s", "memory_bytes"
-"""Names of quantities. `compute_s`: seconds of arithmetic and memory traffic. `held_s`: `[A]` seconds on each mesh
-axis's link of collectives that arithmetic waits for. `beside_s`: `[A]` the same of those that can overlap with it, and
-`waited_s` what the step waits for them at the hardware's exposed share. `memory_bytes`: `[T]` in use over time."""
+COMPUTE, BLOCKING, OVERLAPPED, EXPOSED, MEMORY = "compute_s", "blocking_s", "overlapped_s", "exposed_s", "memory_bytes"
+"""Names of quantities. `compute_s`: seconds of arithmetic and memory traffic. `blocking_s`: `[A]` seconds on each mesh
+axis's link of collectives that arithmetic waits for. `overlapped_s`: `[A]` the same of those that can overlap with it,
+and `exposed_s` what the step waits for them at the hardware's exposed share. `memory_bytes`: `[T]` in use over time."""
 
 _OfEdge = Callable[[Edge, Sequence[Node], NodeCosts], np.ndarray]
 
@@ -54,7 +54,7 @@ def step_quantities(
     compute, sent = _of_nodes(nodes, node_costs)
     moved = _of_edges(problem, nodes, edges, node_costs, _of_edge)
     parts: dict[str, Quantity | LiveMemory] = {COMPUTE: Quantity(compute, _rounding(problem, nodes, edges, node_costs))}
-    for column, name in enumerate((HELD, BESIDE, WAITED)):
+    for column, name in enumerate((BLOCKING, OVERLAPPED, EXPOSED)):
         of_nodes, of_edges = (map_distinct(itemgetter((..., column, slice(None))), arrays) for arrays in (sent, moved))
         parts[name] = Quantity(of_nodes, of_edges)
     return parts | {MEMORY: LiveMemory(problem)}
@@ -68,27 +68,28 @@ def step_problem(preference: Problem, quantities: Quantities) -> Problem:
     Args:
       preference: the problem without seconds.
     """
-    counted = {COMPUTE: 1.0, HELD: 1.0, BESIDE: 0.0, WAITED: 0.0, MEMORY: 0.0}
+    counted = {COMPUTE: 1.0, BLOCKING: 1.0, OVERLAPPED: 0.0, EXPOSED: 0.0, MEMORY: 0.0}
     weights = {name: np.full(quantity.shape, counted[name]) for name, quantity in quantities.items()}
-    compute, beside, waited = (quantities[name] for name in (COMPUTE, BESIDE, WAITED))
+    compute, overlapped, exposed = (quantities[name] for name in (COMPUTE, OVERLAPPED, EXPOSED))
     assert isinstance(compute, Quantity)
-    assert isinstance(beside, Quantity)
-    assert isinstance(waited, Quantity)
-    rounding = compute.edge or [np.zeros(1)] * len(beside.edge)
+    assert isinstance(overlapped, Quantity)
+    assert isinstance(exposed, Quantity)
+    rounding = compute.edge or [np.zeros(1)] * len(overlapped.edge)
     return with_weights(preference, quantities, weights)._replace(
-        load=_waits(compute.node, beside.node, waited.node), edge_load=_waits(rounding, beside.edge, waited.edge)
+        load=_waits(compute.node, overlapped.node, exposed.node),
+        edge_load=_waits(rounding, overlapped.edge, exposed.edge),
     )
 
 
 def _waits(
-    compute: Sequence[np.ndarray], beside: Sequence[np.ndarray], waited: Sequence[np.ndarray]
+    compute: Sequence[np.ndarray], overlapped: Sequence[np.ndarray], exposed: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
     """Returns `[..., 2]` the two loads at each place; places with equal arrays share one."""
     loads: dict[tuple[int, ...], np.ndarray] = {}
-    keys = list(zip(map(id, compute), map(id, beside), map(id, waited), strict=True))
-    for key, own, sent, exposed in zip(keys, compute, beside, waited, strict=True):
+    keys = list(zip(map(id, compute), map(id, overlapped), map(id, exposed), strict=True))
+    for key, own, sent, waited in zip(keys, compute, overlapped, exposed, strict=True):
         if key not in loads:
-            loads[key] = np.stack([exposed.sum(axis=-1), sent.sum(axis=-1) - own], axis=-1)
+            loads[key] = np.stack([waited.sum(axis=-1), sent.sum(axis=-1) - own], axis=-1)
     return [loads[key] for key in keys]
 
 
@@ -99,7 +100,7 @@ def _preference_s(node: Node, node_costs: NodeCosts) -> np.ndarray:
 
 
 def _of_nodes(nodes: Sequence[Node], node_costs: NodeCosts) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Returns the seconds of arithmetic `[S_v]`, and of what nodes send `[S_v, held beside waited, A]`."""
+    """Returns the seconds of arithmetic `[S_v]`, and of what nodes send `[S_v, blocking overlapped exposed, A]`."""
     pairs = map_by_key(lambda node: _of_node(node, node_costs), nodes, node_costs.key)
     return [compute for compute, _ in pairs], [sent for _, sent in pairs]
 
@@ -118,8 +119,8 @@ def _of_node(node: Node, node_costs: NodeCosts) -> tuple[np.ndarray, np.ndarray]
             for step in finished_steps(reshards.path, value, strategy, i)[0]:
                 link_s = vertex.reduction_weight * reshards.step_s(step, value.num_bytes, shares.latency(value))
                 sent_s[s, :, step.axis] += _counted(link_s, exposed * link_s)
-        for collective, link_s, waited_s in node_costs.own_collectives(vertex, strategy):
-            sent_s[s, :, collective.axis] += _counted(vertex.weight * link_s, vertex.weight * waited_s)
+        for collective, link_s, exposed_s in node_costs.own_collectives(vertex, strategy):
+            sent_s[s, :, collective.axis] += _counted(vertex.weight * link_s, vertex.weight * exposed_s)
     return node_costs.compute_s(vertex, node.strategies), sent_s
 
 
@@ -156,7 +157,7 @@ def _rounding(
 
 
 def _of_edge(edge: Edge, nodes: Sequence[Node], node_costs: NodeCosts) -> np.ndarray:
-    """Returns what an edge sends, `[S_u, S_v, held beside waited, A]`."""
+    """Returns what an edge sends, `[S_u, S_v, blocking overlapped exposed, A]`."""
     shares, reshards = node_costs.shares, node_costs.reshard_costs
     latency, exposed = shares.latency(edge.value), shares.exposed(edge.value)
     specs = edge_specs(edge, nodes)
@@ -179,10 +180,12 @@ def _of_edge(edge: Edge, nodes: Sequence[Node], node_costs: NodeCosts) -> np.nda
     return sent_s
 
 
-def _counted(link_s: np.ndarray | float, waited_s: np.ndarray | float) -> np.ndarray:
-    """Returns seconds as `[held beside waited, ...]`: what is waited for in full holds the step."""
-    is_held = np.asarray(waited_s) >= np.asarray(link_s)
-    return np.stack([np.where(is_held, link_s, 0), np.where(is_held, 0, link_s), np.where(is_held, 0, waited_s)])
+def _counted(link_s: np.ndarray | float, exposed_s: np.ndarray | float) -> np.ndarray:
+    """Returns seconds as `[blocking overlapped exposed, ...]`: what is waited for in full holds the step."""
+    is_blocking = np.asarray(exposed_s) >= np.asarray(link_s)
+    return np.stack(
+        [np.where(is_blocking, link_s, 0), np.where(is_blocking, 0, link_s), np.where(is_blocking, 0, exposed_s)]
+    )
 
 
 class Computing(NamedTuple):

@@ -117,21 +117,21 @@ def ring_collectives(equation: core.JaxprEqn, parts: Parts) -> list[OwnCollectiv
 
     operands, results = sizes(equation.invars, parts.operands), sizes(equation.outvars, parts.results)
 
-    def permute(num_bytes: float, count: int, *, is_beside: bool) -> OwnCollective:
-        return OwnCollective("collective_permute", axis, num_bytes, count, is_beside)
+    def permute(num_bytes: float, count: int, *, is_overlapped: bool) -> OwnCollective:
+        return OwnCollective("collective_permute", axis, num_bytes, count, is_overlapped)
 
     moved: list[OwnCollective] = []
     exchanged = [operands[0], *operands[10:], *(results if equation.primitive.name == FORWARD else results[:1])]
     if not has_whole_keys(equation, parts):
-        moved = [permute(n * itemsize, num_devices - 1, is_beside=True) for n, itemsize in operands[1:3]]
+        moved = [permute(n * itemsize, num_devices - 1, is_overlapped=True) for n, itemsize in operands[1:3]]
         exchanged += operands[1:3]
         if equation.primitive.name != FORWARD:
             exchanged += results[1:3]
             for n, _ in results[1:3]:
-                moved.append(permute(n * _SUM_BYTES, num_devices - 1, is_beside=True))
-                moved.append(permute(n * _SUM_BYTES, 1, is_beside=False))
+                moved.append(permute(n * _SUM_BYTES, num_devices - 1, is_overlapped=True))
+                moved.append(permute(n * _SUM_BYTES, 1, is_overlapped=False))
     if is_causal(equation):
-        moved += [permute(n * itemsize / 2, 2, is_beside=False) for n, itemsize in exchanged]
+        moved += [permute(n * itemsize / 2, 2, is_overlapped=False) for n, itemsize in exchanged]
     return moved
 
 

@@ -95,7 +95,7 @@ def space_of_step(exposed_share=0.25, limit=float("inf")):
 def test_quantities_of_a_step_add_up_to_its_problem(exposed_share):
     space = space_of_step(exposed_share)
     weights = {name: np.ones(quantity.shape) for name, quantity in space.quantities.items()}
-    weights |= {"beside_s": np.zeros(2), "memory_bytes": np.zeros_like(weights["memory_bytes"])}
+    weights |= {"overlapped_s": np.zeros(2), "memory_bytes": np.zeros_like(weights["memory_bytes"])}
     problem = with_weights(space.preference_problem, space.quantities, weights)
     for found, expected in zip(problem.node_cost, space.problem.node_cost, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-9)
@@ -115,5 +115,5 @@ def test_the_seconds_of_amounts_are_those_of_the_prediction(seed):
     link_s = {axis: sum(t.link_s for t in prediction.transfers if t.axis == axis) for axis in ("x", "y")}
     preference = evaluate(space.preference_problem, choice).cost
     assert evaluate(space.step_problem, choice).cost == pytest.approx(step_s(prediction) + preference, rel=1e-9)
-    sent_s = amounts["held_s"] + amounts["beside_s"]
+    sent_s = amounts["blocking_s"] + amounts["overlapped_s"]
     assert dict(zip(("x", "y"), sent_s.tolist(), strict=True)) == pytest.approx(link_s)

@@ -99,7 +99,7 @@ def test_a_start_is_where_an_objective_begins_and_not_the_answer():
     [
         (3, TypeError, "`objective` must be a function of a `RelaxedStep`, not 3"),
         (lambda step: step.memory_bytes, TypeError, "`objective` must return a floating scalar, but it returns float"),
-        (lambda step: jnp.log(step.held_s["x"] - 1e9), ValueError, "`objective` must be finite at every mixture"),
+        (lambda step: jnp.log(step.blocking_s["x"] - 1e9), ValueError, "`objective` must be finite at every mixture"),
         (lambda step: jnp.round(step.seconds), ValueError, "`objective` has no gradient"),
         (
             lambda step: step.link_s["z"],

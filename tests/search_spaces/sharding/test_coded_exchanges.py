@@ -199,7 +199,7 @@ def test_all_prices_of_choices_agree():
             assert gain_s == pytest.approx(saved_s, abs=1e-12)
     assert num_coded > 5
     weights = {name: np.ones(quantity.shape) for name, quantity in free.quantities.items()}
-    weights |= {name: np.zeros_like(weights[name]) for name in ("beside_s", "memory_bytes")}
+    weights |= {name: np.zeros_like(weights[name]) for name in ("overlapped_s", "memory_bytes")}
     of_quantities = with_weights(free.preference_problem, free.quantities, weights)
     for found, expected in zip(of_quantities.edge_cost, free.problem.edge_cost, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-15)

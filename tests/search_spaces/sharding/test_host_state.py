@@ -76,7 +76,7 @@ def test_what_needs_one_gradient_is_updated_in_the_backward_pass_and_what_needs_
     assert len(host_arrays(early)) == moments * LAYERS
     assert updated_before_the_last_product(graph) == 0
     assert (updated_before_the_last_product(early) > moments * LAYERS / 2) == (name != "clipped")
-    beside = sum(one.is_beside for one in host_arrays(early))
+    beside = sum(one.is_overlapped for one in host_arrays(early))
     assert beside >= updated_before_the_last_product(early)
 
 
@@ -122,12 +122,12 @@ def test_the_step_waits_for_the_share_of_copies_that_products_cannot_hide():
     graph = space().graph
     arrays, hardware = host_arrays(graph), space(rate=1e15).hardware
     fast = host_s_per_byte(graph, arrays, hardware, 2)
-    beside = {one.vertex: one.is_beside for one in arrays}
+    beside = {one.vertex: one.is_overlapped for one in arrays}
     for vertex, seconds in fast.items():
         assert seconds == pytest.approx(2e-15 * (0.25 if beside[vertex] else 1.0))
     slow = host_s_per_byte(graph, arrays, dataclasses.replace(hardware, host_memory_bytes_per_s=1e6), 2)
     num_bytes = 4 * WIDTH * WIDTH / 2
-    link_s = sum(2e-6 * num_bytes for is_beside in beside.values() if is_beside)
+    link_s = sum(2e-6 * num_bytes for is_overlapped in beside.values() if is_overlapped)
     waited_s = sum(seconds * num_bytes for vertex, seconds in slow.items() if beside[vertex])
     products = [v for v in graph.operations() if is_contraction(v) and v.position >= min(o.comes_at for o in arrays)]
     products_s = len(products) * 2 * 16 * WIDTH * WIDTH / 2 / 1e12

@@ -82,7 +82,7 @@ def test_a_plan_counts_the_seconds_of_both_passes_and_lists_what_is_sent():
         space = space_of(jax.grad(lambda x, layer=layer: loss(layer, x)), array(32, 32), sizes=SIZES, hardware=hardware)
         vertices = [(n.vertex, n) for n in space.nodes if n.shared_value is None and n.vertex.primitive == "shard_map"]
         own = [space.node_costs.own_collectives(v, n.strategies[0]) for v, n in vertices]
-        seconds.append([sum(c.waited_s for c in cs) for cs in own])
+        seconds.append([sum(c.exposed_s for c in cs) for cs in own])
         listed.append([c.collective.kind for cs in own for c in cs])
         for (_, node), alone_s in zip(vertices, seconds[-1], strict=True):
             assert space.node_costs.node_s(node)[0] > alone_s

@@ -207,7 +207,7 @@ def test_a_value_may_be_rounded_for_several_products_or_exchanged_as_codes():
     free = space.with_formats(prices | {Coded(v.index, "int8", "exchange"): 0.0 for v in space.exchangeable})
     assert free.shared_formats
     weights = {name: np.ones(quantity.shape) for name, quantity in free.quantities.items()}
-    weights |= {name: np.zeros_like(weights[name]) for name in ("beside_s", "memory_bytes")}
+    weights |= {name: np.zeros_like(weights[name]) for name in ("overlapped_s", "memory_bytes")}
     problem = with_weights(free.preference_problem, free.quantities, weights)
     for found, expected in zip(problem.edge_cost, free.problem.edge_cost, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-15)

@@ -193,12 +193,12 @@ def test_the_price_of_a_ring_is_what_its_rounds_take_longer_to_send_than_to_comp
     ):
         strategy = strategies_by_sequence(space, vertex)[(0,), (0,)]
         compute_s = products * product_s
-        waited_s = 3 * max(0.0, round_s - compute_s / 4) + last_s
+        exposed_s = 3 * max(0.0, round_s - compute_s / 4) + last_s
         own = space.node_costs.own_collectives(vertex, strategy)
-        assert sum(c.waited_s for c in own) == pytest.approx(waited_s)
+        assert sum(c.exposed_s for c in own) == pytest.approx(exposed_s)
         assert sum(c.link_s for c in own) == pytest.approx(3 * round_s + last_s)
         index = space.nodes[vertex.index].strategies.index(strategy)
-        assert space.node_costs.node_s(space.nodes[vertex.index])[index] == pytest.approx(compute_s + waited_s)
+        assert space.node_costs.node_s(space.nodes[vertex.index])[index] == pytest.approx(compute_s + exposed_s)
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["all", "causal"])
