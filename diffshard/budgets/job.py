@@ -257,7 +257,7 @@ def _solve_alone(phase: int, request: PlanRequest) -> _Alone:
 
 def _with_remat(request: PlanRequest, plan: Plan) -> _Alone:
     """Returns the phase of a plan that computes something again, as a choice of the space of that function."""
-    request = request.with_recomputed(plan.recomputed, plan.offloaded)
+    request = request.with_recomputed(plan)
     start = start_of(plan, request.space)
     assert start is not None
     choice = tuple(start.choice.tolist())

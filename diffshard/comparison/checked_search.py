@@ -60,7 +60,7 @@ def checks_of(check: Check | Sequence[Check] | None) -> tuple[Literal["shardy", 
 def plan_by_shardy(request: PlanRequest) -> Plan:
     """Returns the found plan, with a note where Shardy's partitioner would send other bytes than the plan has."""
     plan = _find(request)
-    request = request.with_recomputed(plan.recomputed, plan.offloaded)
+    request = request.with_recomputed(plan)
     axes = dict(plan.mesh_axes)
     mesh = with_automatic_axes(request.options.mesh).abstract_mesh
     flat = flat_function(plan, request.traced_function, request.space, mesh)
@@ -107,7 +107,7 @@ def plan_by_compiling(
         if number == 0:
             compiled_plans.add_baselines(traced_function)
         name = FOUND if limit_bytes == options.memory_limit_bytes else f"{FOUND} within {format_bytes(limit_bytes)}"
-        run_again = request.with_recomputed(found.recomputed, found.offloaded)
+        run_again = request.with_recomputed(found)
         excess = compiled_plans.add_found(name, found, run_again.traced_function, run_again.space)
         if number == 0 and run_again is not request:
             compiled_plans.add_found_without_remat(request)

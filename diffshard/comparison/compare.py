@@ -213,5 +213,5 @@ def _compilable_plan(name: str, plan: Any, options: Options, args: Sequence[Any]
     traced_function = trace_function(options, args)
     plan.check_call(traced_function.call)
     request = PlanRequest(options, traced_function, space_of(options, traced_function), start_s)
-    request = request.with_recomputed(plan.recomputed, plan.offloaded)
+    request = request.with_recomputed(plan)
     return CompilablePlan(name, replace(plan, mesh=options.mesh), request.traced_function, request.space)

@@ -89,7 +89,7 @@ def _of_whole_work(plan: Plan) -> Iterator[Advice]:
 
 def _of_choice(request: PlanRequest, plan: Plan, deadline: Deadline) -> Iterator[Advice]:
     """Looks for advice that needs the plan's choice in its space."""
-    own = request.with_recomputed(plan.recomputed, plan.offloaded)
+    own = request.with_recomputed(plan)
     start = start_of(plan, own.space)
     if start is None or not start.is_exact:
         return

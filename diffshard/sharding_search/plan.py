@@ -355,7 +355,7 @@ class Plan(PlanData):
         traced_function, executor = request.traced_function, request.options.executor
         self.check_call(traced_function.call)
         processes_of(request.options.mesh).alike("apply the same plan", lambda: self, plan_facts)
-        space = request.with_recomputed(self.recomputed, self.offloaded).space
+        space = request.with_recomputed(self).space
         plan = self if executor in (None, self.executor) else with_executor(self, executor, space)
         return request.complete(replace(plan, parameters=traced_function.call.parameters))
 

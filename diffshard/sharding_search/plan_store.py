@@ -19,6 +19,8 @@ from diffshard.base import PlanError
 from diffshard.plans.base import Operation, PlanData
 from diffshard.plans.documents import DAMAGE
 from diffshard.plans.file import from_json, to_json, without_places
+from diffshard.plans.json_values import from_json_values
+from diffshard.plans.sections import Rematerialisation
 from diffshard.plans.store import Store
 from diffshard.processes import Processes, processes_of
 from diffshard.sharding_search.fingerprints import digest_of, facts_of, function_digest
@@ -69,34 +71,15 @@ def key_of(request: PlanRequest) -> str:
 
 def _from_values(content: Any, path: str, request: PlanRequest) -> Plan:
     """Returns the plan of a store's JSON values."""
-    axes = content.get("mesh_axes") if isinstance(content, dict) else None
     try:
-        mesh = request.options.candidate_with(axes).mesh
+        mesh = request.options.candidate_with(content["mesh_axes"]).mesh
+        remat = from_json_values(Rematerialisation | None, content["remat"])
         # The key does not depend on the lines of the program: operations are where they are today.
-        graph = request.with_recomputed(_recomputed(content), _offloaded(content)).traced_function.graph
+        graph = (request if remat is None else request.with_recomputed(remat)).traced_function.graph
     except DAMAGE as error:
         raise PlanError(f"`{path}` is a damaged plan: {error}.") from None
     places = [(vertex.source, vertex.scope) for vertex in graph.vertices]
     return from_json(content, path, Plan, mesh, places)
-
-
-def _recomputed(content: Any) -> list[int]:
-    """Returns the steps that a plan's document runs again; none if it is damaged, which reading it will tell."""
-    remat = content.get("remat") if isinstance(content, dict) else None
-    recomputed = remat.get("recomputed") if isinstance(remat, dict) else None
-    is_list = isinstance(recomputed, list) and all(isinstance(key, int) for key in recomputed)
-    return recomputed if is_list and recomputed else []
-
-
-def _offloaded(content: Any) -> list[tuple[int, int, int]]:
-    """Returns what a plan's document offloads; nothing if it is damaged, which reading it will tell."""
-    remat = content.get("remat") if isinstance(content, dict) else None
-    offloaded = remat.get("offloaded") if isinstance(remat, dict) else None
-    is_list = isinstance(offloaded, list) and all(
-        isinstance(numbers, list) and len(numbers) == 3 and all(isinstance(n, int) for n in numbers)
-        for numbers in offloaded
-    )
-    return [(a, b, c) for a, b, c in offloaded] if is_list and offloaded else []
 
 
 FindPlan = Callable[[PlanRequest], Plan]

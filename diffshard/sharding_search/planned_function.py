@@ -257,7 +257,7 @@ class PlannedFunction(Generic[PlanT]):
         if plan.logical_axis_rules != options.logical_axis_rules:  # a baseline's plan was found to be the best
             options = replace(options, logical_axis_rules=plan.logical_axis_rules)
             request = request.of_function(options, trace_call(options, call))
-        traced_function, space = request.with_recomputed(plan.recomputed, plan.offloaded)[1:3]
+        traced_function, space = request.with_recomputed(plan)[1:3]
         make_flat = partial(flat_function, plan, traced_function, space, options.mesh)
         if not plan.stored_in:  # the space is listed anyway, and a plan that is applied is checked so
             flat = make_flat()

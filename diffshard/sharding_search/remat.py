@@ -242,7 +242,7 @@ class _Search:
 
     def _fits(self, i: int, choices: Sequence[RematChoice]) -> bool:
         if i not in self.requests:
-            self.requests[i] = self.quick.with_recomputed(choices[i].recomputed, choices[i].offloaded)
+            self.requests[i] = self.quick.with_recomputed(choices[i])
         self.least_bytes[i] = float(np.max(least_memory(self.requests[i].space.problem)[1]))
         return self.least_bytes[i] <= self.options.memory_limit_bytes
 

@@ -1,15 +1,16 @@
 """What a search is about: the arguments of `search`, the function traced for its own arguments, and their space."""
 
 import math
-from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from diffshard.base import PlanError, Progress
 from diffshard.plans.base import PlanData
+from diffshard.plans.sections import Rematerialisation
 from diffshard.sharding_search.mesh_candidates import MeshCandidate
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import TracedFunction, space_of, traced_again
+from search_spaces.rematerialisation.choices import RematChoice
 from search_spaces.rematerialisation.offloading import Offload
 from search_spaces.rematerialisation.passes import passes_of, step_key
 from search_spaces.rematerialisation.program import RematerialisedFunction
@@ -34,13 +35,11 @@ class PlanRequest(NamedTuple):
     progress: Progress | None = None
     step_limit_s: float = math.inf
 
-    def with_recomputed(
-        self, recomputed: Collection[int], offloaded: Sequence[tuple[int, int, int]] = ()
-    ) -> "PlanRequest":
-        """Returns the request for the function with these steps run again, and these arrays offloaded."""
-        if not recomputed and not offloaded:
+    def with_recomputed(self, chosen: PlanData | Rematerialisation | RematChoice) -> "PlanRequest":
+        """Returns the request for the function that runs steps again and offloads arrays as a plan or choice says."""
+        if not chosen.recomputed and not chosen.offloaded:
             return self
-        return self.of_function(self.options, recomputing(self.traced_function, frozenset(recomputed), offloaded))
+        return self.of_function(self.options, _recomputing(self.traced_function, chosen))
 
     def of_function(self, options: Options, traced_function: TracedFunction) -> "PlanRequest":
         """Returns the request for a function that was traced with other options or is another one."""
@@ -57,12 +56,10 @@ class PlanRequest(NamedTuple):
         return self._replace(options=options, space=space_of(options, self.traced_function))
 
 
-def recomputing(
-    traced_function: TracedFunction, recomputed: frozenset[int], offloaded: Sequence[tuple[int, int, int]] = ()
-) -> TracedFunction:
+def _recomputing(traced_function: TracedFunction, chosen: PlanData | Rematerialisation | RematChoice) -> TracedFunction:
     """Returns a function that runs some steps of its forward pass again in its backward pass."""
-    graph = traced_function.graph
-    passes, offloads = passes_of(graph), [Offload(*numbers) for numbers in offloaded]
+    graph, recomputed = traced_function.graph, frozenset(chosen.recomputed)
+    passes, offloads = passes_of(graph), [Offload(*numbers) for numbers in chosen.offloaded]
     known = {step_key(step) for one in passes for step in one.forward}
     if not recomputed <= known:
         raise PlanError("The plan does not fit the function: what it computes again is not in its forward pass.")
