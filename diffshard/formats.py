@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from search_spaces.communication.base import FLOAT8 as FLOAT8
     from search_spaces.communication.base import INT4 as INT4
     from search_spaces.communication.base import INT8 as INT8
-    from search_spaces.communication.places import alternatives as alternatives
+    from search_spaces.communication.call_sites import alternatives as alternatives
     from search_spaces.communication.space import CommunicationSpace as CommunicationSpace
     from search_spaces.communication.strategies import Encode as Encode
     from search_spaces.communication.strategies import ErrorFeedback as ErrorFeedback

@@ -36,7 +36,9 @@ def lossy(space: CommunicationSpace) -> Strategies:
     """Returns all lossy strategies, by group."""
     pairs = [(g, int(s)) for g, group in enumerate(space.groups) for s in np.flatnonzero(~group.exact)]
     groups, strategies = np.array(pairs).T
-    return Strategies(groups, strategies, np.array([space.sites[space.groups[g].sites[0]].direction for g in groups]))
+    return Strategies(
+        groups, strategies, np.array([space.operations[space.groups[g].operations[0]].direction for g in groups])
+    )
 
 
 def measure_increases(training: task.Training, which: Strategies, seeds: int) -> tuple[np.ndarray, np.ndarray]:
@@ -80,7 +82,7 @@ def main(setting: task.Setting, *, seeds: int, records: Path | None = None) -> d
     spread = increases["measured"].std(axis=0, ddof=1) if seeds > 1 else np.full(len(which.group), np.nan)
     print_table(
         f"{setting.name}: nats that one strategy adds, {setting.steps} steps, {seeds} seeds",
-        ("site", "strategy", "trained with", "met", "curvature"),
+        ("operation", "strategy", "trained with", "met", "curvature"),
         [
             (
                 training.space.groups[g].name, training.space.strategy_names(g)[s],

@@ -2,9 +2,9 @@
 
 Methods: one precision everywhere; the bilevel search's proposal under each estimator; the same with the slopes of the
 curvature shuffled over lossy strategies, and cut, so that A follows the cost alone; a random choice that is no slower
-than the curvature's; and what `validate` trains: the winner, the best choice by kind of site, the best that is exact at
-first, and on slow links the winner where the slopes are shuffled. A search is one training. Searches see the data's
-search part, `validate` the validation part and a seed of its own; verdicts come from the test part.
+than the curvature's; and what `validate` trains: the winner, the best choice by kind of operation, the best that is
+exact at first, and on slow links the winner where the slopes are shuffled. A search is one training. Searches see the
+data's search part, `validate` the validation part and a seed of its own; verdicts come from the test part.
 """
 
 from collections.abc import Sequence

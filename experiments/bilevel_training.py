@@ -39,7 +39,7 @@ class Setting:
       steps: of a training.
       narrow: number formats beside the exact one; gradients in int4 are sent with error feedback.
       switch_shares: shares of training after which int8 may become int4, at cotangents and gradients.
-      tie: whether sites of a type share a strategy.
+      tie: whether operations of a type share a strategy.
       repeats: trainings of each candidate of `validate`.
     """
 

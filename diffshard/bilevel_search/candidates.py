@@ -31,11 +31,12 @@ with it."""
 def propose(space: LossySpace, proposal: Choice, prediction: LossPrediction, *, max_candidates: int) -> list[Candidate]:
     """Returns the search's proposal, every uniform choice, choices by type, schedules of the first two, the cheapest.
 
-    Choices by type are all combinations over nodes (whose sites share a type), or, where these are too many, those that
-    take one strategy at all nodes of a kind (that choose from the same names), and those that differ from the exact
-    choice in one or two nodes. Those that another is predicted to beat in loss and time go last, and so do uniform ones
-    of a name that not every node knows. The cheapest of all is tried in any case: predictions are of increases alone,
-    and what is less than the exact choice (a narrower window, fewer tokens for an expert) may train better than it.
+    Choices by type are all combinations over nodes (whose operations share a type), or, where these are too many, those
+    that take one strategy at all nodes of a kind (that choose from the same names), and those that differ from the
+    exact choice in one or two nodes. Those that another is predicted to beat in loss and time go last, and so do
+    uniform ones of a name that not every node knows. The cheapest of all is tried in any case: predictions are of
+    increases alone, and what is less than the exact choice (a narrower window, fewer tokens for an expert) may train
+    better than it.
 
     Args:
       max_candidates: how many, at most, in this order; the cheapest comes on top.

@@ -21,16 +21,16 @@ Devices along "model" each hold a part of the rows of `w`, devices along "data" 
 ...     strategies=dict.fromkeys(("forward", "backward", "gradient"), (Exact(), Encode(INT8))),
 ...     hardware=Hardware("example", 1e12, 1e11, 1e10, {"data": link, "model": link}))
 
-The `psum` is the only *place* of the loss. It has two *sites*, because its result goes forward and its cotangent
-backward. The third site is the sum of the gradient of `w` over "data", which every training step needs.
+The `psum` is the only *call site* of the loss. It has two *operations*, because its result goes forward and its
+cotangent backward. The third operation is the sum of the gradient of `w` over "data", which every training step needs.
 
->>> for site in space.sites:
-...     print(site.name, site.axes, site.shape)
+>>> for operation in space.operations:
+...     print(operation.name, operation.axes, operation.shape)
 mlp/all_reduce forward ('model',) (128, 128)
 mlp/all_reduce backward ('model',) (128, 128)
 w gradient ('data',) (32, 128)
 
-Sites of one type form a *group*, and each group is a *node* of the problem with its strategies.
+Operations of one type form a *group*, and each group is a *node* of the problem with its strategies.
 
 >>> [(name, space.strategy_names(v)) for v, name in enumerate(space.node_names)][2]
 ('matrices over data gradient', ('exact', 'int8'))
@@ -58,10 +58,9 @@ mlp/all_reduce forward ['0e+00', '3e-06']
 mlp/all_reduce backward ['0e+00', '1e-07']
 matrices over data gradient ['0e+00', '8e-07']
 
-The vocabulary is in `base.py`. `places.py` finds the places of a loss and `sites.py` its sites and groups;
-`strategies.py` lists what can run there; collectives and codes are in
-`collectives.py`. `device_step.py` runs a selection on each device and `emulation.py` all devices on one. `costs.py`
-prices a choice, `loss_increases.py` predicts what errors do to the loss, and `space.py` puts all together. The folder
-`two_layers` has an expert layer and attention over a split sequence. They use `places.alternatives`, a choice
-between functions.
+The vocabulary is in `base.py`. `call_sites.py` finds the call sites of a loss and `operations.py` its operations and
+groups; `strategies.py` lists what can run there; collectives and codes are in `collectives.py`. `device_step.py` runs a
+selection on each device and `emulation.py` all devices on one. `costs.py` prices a choice, `loss_increases.py` predicts
+what errors do to the loss, and `space.py` puts all together. The folder `two_layers` has an expert layer and attention
+over a split sequence. They use `call_sites.alternatives`, a choice between functions.
 """

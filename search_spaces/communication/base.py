@@ -1,11 +1,12 @@
 """The vocabulary of the space of communication strategies; the package's docstring has a worked example.
 
-- A *place* is where something can be chosen in a traced loss: an operand of a collective, or `alternatives` between
+- A *call site* is where something can be chosen in a traced loss: an operand of a collective, or `alternatives` between
   functions.
-- A *site* is one direction of a place: its values ("forward") or their cotangents ("backward"); or the sum of one
-  parameter's gradient over devices ("gradient").
-- A *group* is sites that share a strategy. Each group is a *node* of the problem.
-- A *strategy* is a way to run the collective of a site. It is made of *stages*, the steps along one mesh axis each.
+- An *operation* is one direction of a call site: its values ("forward") or their cotangents ("backward"); or the sum of
+  one parameter's gradient over devices ("gradient").
+- A *group* is operations that share a strategy. Each group is a *node* of the problem.
+- A *strategy* is a way to run the collective of an operation. It is made of *stages*, the steps along one mesh axis
+  each.
 
 Letters for sizes: V groups, S_v strategies of group v, n devices that take part in a collective, K parameter leaves.
 """
@@ -124,7 +125,7 @@ class CollectiveStrategy(Protocol):
     step gives it back, to whichever strategy sends then: most send the gradient with the residual added to it.
 
     Attributes:
-      name: for people, choices and plans; the strategies of a site have different names.
+      name: for people, choices and plans; the strategies of an operation have different names.
       is_exact: whether the result is always that of the plain collective.
       keeps_residual: whether it may have a residual.
     """
@@ -167,8 +168,8 @@ class Stage:
       num_coded: elements that each device encodes or decodes for it.
       precision: of the codes; None where the data is sent as it is.
       count: executions in one training step.
-      hidden_s: seconds of computing behind which each execution can hide. They are for all gradients together: a site
-        gets the part of them that its bytes are of all gradients' bytes.
+      hidden_s: seconds of computing behind which each execution can hide. They are for all gradients together: an
+        operation gets the part of them that its bytes are of all gradients' bytes.
     """
 
     kind: CollectiveKind
@@ -187,8 +188,8 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A place of a traced loss: an operand of a collective, or alternatives between functions.
+class CallSite:
+    """A call site of a traced loss: an operand of a collective, or alternatives between functions.
 
     Attributes:
       path: of the equation; for a collective also the number of the operand.
@@ -216,8 +217,8 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Site:
-    """One direction of a place, or the sum of a parameter's gradient; it runs a collective or alternatives.
+class Operation:
+    """One direction of a call site, or the sum of a parameter's gradient; it runs a collective or alternatives.
 
     Attributes:
       name: unique, from the name scopes around it or from the parameter's path.
@@ -226,13 +227,13 @@ class Site:
       axes: the mesh axes over which it goes; none for alternatives.
       shape: of the operand on one device.
       dtype: of the operand.
-      type: the name scopes without numbers, kind and direction; sites of one type are chosen together.
+      type: the name scopes without numbers, kind and direction; operations of one type are chosen together.
       trips: executions in one step.
       collective: that runs there; None for alternatives.
-      place: the number of its place in the loss; None for gradients.
-      leaf: of gradients the number of the parameter's leaf; None for all other sites.
+      call_site: the number of its call site in the loss; None for gradients.
+      leaf: of gradients the number of the parameter's leaf; None for all other operations.
       labels: of alternatives.
-      branch: the number of the place of the alternatives that it lies in and of their branch; None outside.
+      branch: the number of the call site of the alternatives that it lies in and of their branch; None outside.
     """
 
     name: str
@@ -244,7 +245,7 @@ class Site:
     type: str
     trips: int
     collective: CollectiveOp | None
-    place: int | None = None
+    call_site: int | None = None
     leaf: int | None = None
     labels: tuple[str, ...] = ()
     branch: tuple[int, int] | None = None
@@ -256,18 +257,18 @@ class Site:
 
 
 class Group(NamedTuple):
-    """Sites that share a strategy; a node of the problem.
+    """Operations that share a strategy; a node of the problem.
 
     Attributes:
-      name: unique: the type of the sites, with a number from the second group of that type on; or the name of the only
-        site.
-      sites: the numbers of the sites.
+      name: unique: the type of the operations, with a number from the second group of that type on; or the name of the
+        only operation.
+      operations: the numbers of the operations.
       strategies: that can be chosen; none for alternatives.
       names: of the strategies, or the labels of the alternatives, `[S]`.
     """
 
     name: str
-    sites: tuple[int, ...]
+    operations: tuple[int, ...]
     strategies: tuple[CollectiveStrategy, ...]
     names: tuple[str, ...]
 

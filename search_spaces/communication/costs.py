@@ -1,9 +1,9 @@
-"""What a choice of strategies costs, in seconds and in bytes: of a site, of a group, and of every part of a choice.
+"""What a choice of strategies costs, in seconds and in bytes: an operation, a group, and every part of a choice.
 
 A stage of a collective takes the seconds of the α–β model; encoding and decoding take what kernels were measured to
-take, or else what the roofline allows. Costs of different sites add up: nothing overlaps, except that the last
-step's gradients may be summed while this step computes. What a site costs inside a branch of alternatives depends on
-two choices, so it stands in a matrix for a pair of groups: an edge of the problem.
+take, or else what the roofline allows. Costs of different operations add up: nothing overlaps, except that the last
+step's gradients may be summed while this step computes. What an operation costs inside a branch of alternatives depends
+on two choices, so it stands in a matrix for a pair of groups: an edge of the problem.
 """
 
 import json
@@ -19,7 +19,7 @@ import numpy as np
 from cost.base import Hardware
 from cost.collectives import collective_s
 from search_spaces.base import Part, Traffic
-from search_spaces.communication.base import CollectiveStrategy, Group, Precision, Site, Stage
+from search_spaces.communication.base import CollectiveStrategy, Group, Operation, Precision, Stage
 
 _DATA = "encoding_seconds.json"
 
@@ -28,8 +28,8 @@ class GroupCosts(NamedTuple):
     """The costs of all groups, in seconds or in bytes.
 
     Attributes:
-      nodes: for each group `[S]`: the sites outside of alternatives.
-      edges: for a pair of groups `[S, S']`: sites of the second one that lie in branches of the first one.
+      nodes: for each group `[S]`: the operations outside of alternatives.
+      edges: for a pair of groups `[S, S']`: operations of the second one that lie in branches of the first one.
     """
 
     nodes: list[np.ndarray]
@@ -44,89 +44,104 @@ class GroupCosts(NamedTuple):
 
 
 def group_costs(
-    sites: Sequence[Site], groups: Sequence[Group], site_cost: Callable[[Site, CollectiveStrategy], float]
+    operations: Sequence[Operation],
+    groups: Sequence[Group],
+    operation_cost: Callable[[Operation, CollectiveStrategy], float],
 ) -> GroupCosts:
-    """Returns the costs of all groups, with `site_cost` the cost of one site with a strategy."""
-    group_at = {sites[s].place: g for g, group in enumerate(groups) for s in group.sites if group.is_alternatives}
+    """Returns the costs of all groups, with `operation_cost` the cost of one operation with a strategy."""
+    group_at = {
+        operations[o].call_site: g for g, group in enumerate(groups) for o in group.operations if group.is_alternatives
+    }
     nodes = [np.zeros(len(group.names)) for group in groups]
     edges: dict[tuple[int, int], np.ndarray] = {}
     for v, group in enumerate(groups):
-        for site in as_sent([sites[s] for s in group.sites]) if not group.is_alternatives else ():
-            costs = np.array([site_cost(site, strategy) for strategy in group.strategies])
-            if site.branch is None:
+        for operation in as_sent([operations[o] for o in group.operations]) if not group.is_alternatives else ():
+            costs = np.array([operation_cost(operation, strategy) for strategy in group.strategies])
+            if operation.branch is None:
                 nodes[v] += costs
             else:
-                place, branch = site.branch
-                u = group_at[place]
+                call_site, branch = operation.branch
+                u = group_at[call_site]
                 edge = edges.setdefault((u, v), np.zeros((len(groups[u].names), len(costs))))
                 edge[branch] += costs
     return GroupCosts(nodes, edges)
 
 
-def group_seconds(sites: Sequence[Site], groups: Sequence[Group], hardware: Hardware) -> GroupCosts:
+def group_seconds(operations: Sequence[Operation], groups: Sequence[Group], hardware: Hardware) -> GroupCosts:
     """Returns the seconds of all groups in an average step."""
-    gradient_bytes = sum(_operand_bytes(site) for site in sites if site.direction == "gradient")
-    return group_costs(sites, groups, partial(_site_seconds, hardware=hardware, gradient_bytes=gradient_bytes))
+    gradient_bytes = sum(_operand_bytes(operation) for operation in operations if operation.direction == "gradient")
+    return group_costs(
+        operations, groups, partial(_operation_seconds, hardware=hardware, gradient_bytes=gradient_bytes)
+    )
 
 
 def explain(
-    sites: Sequence[Site], groups: Sequence[Group], choice: Sequence[int], seconds: GroupCosts, sent_bytes: GroupCosts
+    operations: Sequence[Operation],
+    groups: Sequence[Group],
+    choice: Sequence[int],
+    seconds: GroupCosts,
+    sent_bytes: GroupCosts,
 ) -> tuple[Part, ...]:
-    """Returns one part for each group: its seconds in one step and what its sites send."""
-    runs, parts = sites_that_run(sites, groups, choice), []
+    """Returns one part for each group: its seconds in one step and what its operations send."""
+    runs, parts = operations_that_run(operations, groups, choice), []
     costs = zip(groups, seconds.of_choice(choice), sent_bytes.of_choice(choice), strict=True)
     for v, (group, group_seconds, group_bytes) in enumerate(costs):
-        first = sites[group.sites[0]]
-        active_sites = [sites[s] for s in group.sites if runs[s]]
-        count = sum(site.trips for site in as_sent(active_sites)) if active_sites else 0
+        first = operations[group.operations[0]]
+        active = [operations[o] for o in group.operations if runs[o]]
+        count = sum(operation.trips for operation in as_sent(active)) if active else 0
         traffic = Traffic(first.direction, first.kind, first.axes, count, group_bytes)
         parts.append(Part(group.name, first.kind, v, group_seconds, traffic))
     return tuple(parts)
 
 
-def sites_that_run(sites: Sequence[Site], groups: Sequence[Group], choice: Sequence[int]) -> list[bool]:
-    """Returns for each site whether all alternatives around it run the branch that it lies in."""
-    strategy_at = {s: strategy for group, strategy in zip(groups, choice, strict=True) for s in group.sites}
+def operations_that_run(operations: Sequence[Operation], groups: Sequence[Group], choice: Sequence[int]) -> list[bool]:
+    """Returns for each operation whether all alternatives around it run the branch that it lies in."""
+    strategy_at = {o: strategy for group, strategy in zip(groups, choice, strict=True) for o in group.operations}
     runs: list[bool] = []
-    running_branch: dict[int | None, int | None] = {}  # by the place of alternatives; None where they do not run
-    for s, site in enumerate(sites):  # alternatives come before the sites in their branches
-        runs.append(site.branch is None or running_branch[site.branch[0]] == site.branch[1])
-        if site.is_alternatives:
-            running_branch[site.place] = strategy_at[s] if runs[s] else None
+    running_branch: dict[int | None, int | None] = {}  # by the call site of alternatives; None where they do not run
+    for o, operation in enumerate(operations):  # alternatives come before the operations in their branches
+        runs.append(operation.branch is None or running_branch[operation.branch[0]] == operation.branch[1])
+        if operation.is_alternatives:
+            running_branch[operation.call_site] = strategy_at[o] if runs[o] else None
     return runs
 
 
-def as_sent(sites: Sequence[Site]) -> list[Site]:
-    """Returns the sites of a group as they are sent: gradients as one vector, others each by itself.
+def as_sent(operations: Sequence[Operation]) -> list[Operation]:
+    """Returns the operations of a group as they are sent: gradients as one vector, others each by itself.
 
     Compilers combine the all-reduces of gradients in the same way.
     """
-    if sites[0].direction != "gradient":
-        return list(sites)
-    return [replace(sites[0], shape=(sum(prod(site.shape) for site in sites),))]
+    if operations[0].direction != "gradient":
+        return list(operations)
+    return [replace(operations[0], shape=(sum(prod(operation.shape) for operation in operations),))]
 
 
-def site_bytes(site: Site, strategy: CollectiveStrategy) -> float:
-    """Returns the bytes that each device sends for a site in an average step."""
-    assert site.collective is not None
-    return site.trips * sum(stage.sent_bytes for stage in strategy.stages(site.collective, site.shape, site.dtype))
+def operation_bytes(operation: Operation, strategy: CollectiveStrategy) -> float:
+    """Returns the bytes that each device sends for an operation in an average step."""
+    assert operation.collective is not None
+    return operation.trips * sum(
+        stage.sent_bytes for stage in strategy.stages(operation.collective, operation.shape, operation.dtype)
+    )
 
 
-def _site_seconds(site: Site, strategy: CollectiveStrategy, hardware: Hardware, gradient_bytes: float) -> float:
-    """Returns the seconds of a site in an average step: latency and transfer of each stage, encoding and decoding.
+def _operation_seconds(
+    operation: Operation, strategy: CollectiveStrategy, hardware: Hardware, gradient_bytes: float
+) -> float:
+    """Returns the seconds of an operation in an average step: latency, transfer, encoding and decoding of its stages.
 
-    What is sent while the device computes counts with the seconds that remain after the site's share of the computing,
-    which is its share of `gradient_bytes`, those of all gradients. So no second of computing hides two transfers.
+    What is sent while the device computes counts with the seconds that remain after the operation's share of the
+    computing, which is its share of `gradient_bytes`, those of all gradients. So no second of computing hides two
+    transfers.
     """
-    assert site.collective is not None
-    stages = strategy.stages(site.collective, site.shape, site.dtype)
-    share = _operand_bytes(site) / gradient_bytes if site.direction == "gradient" else 0.0
-    return site.trips * sum(stage.count * _stage_seconds(stage, hardware, share) for stage in stages)
+    assert operation.collective is not None
+    stages = strategy.stages(operation.collective, operation.shape, operation.dtype)
+    share = _operand_bytes(operation) / gradient_bytes if operation.direction == "gradient" else 0.0
+    return operation.trips * sum(stage.count * _stage_seconds(stage, hardware, share) for stage in stages)
 
 
-def _operand_bytes(site: Site) -> float:
-    """Returns the bytes of a site's operand on one device."""
-    return prod(site.shape) * float(np.dtype(site.dtype).itemsize)
+def _operand_bytes(operation: Operation) -> float:
+    """Returns the bytes of an operation's operand on one device."""
+    return prod(operation.shape) * float(np.dtype(operation.dtype).itemsize)
 
 
 def _stage_seconds(stage: Stage, hardware: Hardware, share: float) -> float:

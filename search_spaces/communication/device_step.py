@@ -1,9 +1,9 @@
 """What each device computes in a training step: its share of the loss, and how its gradients are sent.
 
-The traced loss runs with a strategy at each site. What is selected for a site may be an index that is known when the
-step is compiled, which costs nothing; a traced index, which branches; or weights, for the weighted sum of the results
-of all strategies. A place has two sites, so its operation gets a custom derivative: `custom_vjp` whose forward part
-runs the forward site and whose backward part runs the backward site.
+The traced loss runs with a strategy at each operation. What is selected for an operation may be an index that is known
+when the step is compiled, which costs nothing; a traced index, which branches; or weights, for the weighted sum of the
+results of all strategies. A call site has two operations, so a `custom_vjp` stands there, whose forward part runs the
+forward operation and whose backward part runs the backward operation.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,61 +18,68 @@ import numpy as np
 from jax import lax
 
 from search_spaces.base import Choice, NodeSelection, Selection
-from search_spaces.communication.base import CollectiveOp, Direction, Group, Site
+from search_spaces.communication.base import CollectiveOp, Direction, Group, Operation
 from search_spaces.communication.collectives import run_exact
-from search_spaces.communication.sites import TracedLoss
+from search_spaces.communication.operations import TracedLoss
 from search_spaces.communication.strategies import without_schedules
 
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """A traced loss with strategies at its sites; its methods run inside a mapping over the mesh's axes."""
+    """A traced loss with strategies at its operations; its methods run inside a mapping over the mesh's axes."""
 
     traced_loss: TracedLoss
-    sites: tuple[Site, ...]
+    operations: tuple[Operation, ...]
     groups: tuple[Group, ...]
     num_devices: int
 
     @cached_property
     def group_of(self) -> dict[int, int]:
-        """The group of each site."""
-        return {s: g for g, group in enumerate(self.groups) for s in group.sites}
+        """The group of each operation."""
+        return {o: g for g, group in enumerate(self.groups) for o in group.operations}
 
     @cached_property
-    def site_at(self) -> dict[tuple[Direction, int], int]:
-        """The site of a place in a direction."""
-        return {(site.direction, site.place): s for s, site in enumerate(self.sites) if site.place is not None}
+    def operation_at(self) -> dict[tuple[Direction, int], int]:
+        """The operation of a call site in a direction."""
+        return {
+            (operation.direction, operation.call_site): o
+            for o, operation in enumerate(self.operations)
+            if operation.call_site is not None
+        }
 
     def loss(self, params: Any, batch: Any, key: jax.Array, step: jax.Array, selection: Selection) -> jax.Array:
         """Returns this device's share of the training loss for a selection."""
 
-        def dynamic_part(s: int | None) -> Any:
+        def dynamic_part(o: int | None) -> Any:
             """Returns what `custom_vjp` must see as an argument, because it cannot capture tracers."""
-            node_selection = None if s is None else selection[self.group_of[s]]
+            node_selection = None if o is None else selection[self.group_of[o]]
             return None if isinstance(node_selection, int) else node_selection
 
-        def run(s: int, x: jax.Array, dynamic: Any, key: jax.Array, step: jax.Array) -> jax.Array:
-            node_selection = selection[self.group_of[s]] if dynamic is None else dynamic
-            return self.run_selected(s, node_selection, x, None, key, step)[0]
+        def run(o: int, x: jax.Array, dynamic: Any, key: jax.Array, step: jax.Array) -> jax.Array:
+            node_selection = selection[self.group_of[o]] if dynamic is None else dynamic
+            return self.run_selected(o, node_selection, x, None, key, step)[0]
 
-        def at_collective(p: int, x: jax.Array, key: jax.Array) -> jax.Array:
-            forward_site, backward_site = self.site_at["forward", p], self.site_at.get(("backward", p))
+        def at_collective(c: int, x: jax.Array, key: jax.Array) -> jax.Array:
+            forward_operation, backward_operation = (
+                self.operation_at["forward", c],
+                self.operation_at.get(("backward", c)),
+            )
             if not jnp.issubdtype(x.dtype, jnp.floating):
-                return run_exact(self.collective(forward_site), x)
+                return run_exact(self.collective(forward_operation), x)
 
             def forward(x: jax.Array, dynamic: Any, keys: jax.Array, step: jax.Array) -> jax.Array:
-                return run(forward_site, x, dynamic, keys[0], step)
+                return run(forward_operation, x, dynamic, keys[0], step)
 
             def backward(cotangent: jax.Array, dynamic: Any, keys: jax.Array, step: jax.Array) -> jax.Array:
-                if backward_site is None:  # no parameter's gradient needs it, but another derivative may
-                    return run_exact(self.collective(forward_site).transpose(), cotangent)
-                return run(backward_site, cotangent, dynamic, keys[1], step)
+                if backward_operation is None:  # no parameter's gradient needs it, but another derivative may
+                    return run_exact(self.collective(forward_operation).transpose(), cotangent)
+                return run(backward_operation, cotangent, dynamic, keys[1], step)
 
-            dynamic = dynamic_part(forward_site), dynamic_part(backward_site)
-            return _with_backward(forward, backward, x, *dynamic, self.keys(p, key), step)
+            dynamic = dynamic_part(forward_operation), dynamic_part(backward_operation)
+            return _with_backward(forward, backward, x, *dynamic, self.keys(c, key), step)
 
-        def at_alternatives(p: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
-            return _run_selected(branches, selection[self.group_of[self.site_at["forward", p]]], *operands)
+        def at_alternatives(c: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
+            return _run_selected(branches, selection[self.group_of[self.operation_at["forward", c]]], *operands)
 
         return self.loss_with(params, batch, key, at_collective, at_alternatives)
 
@@ -92,7 +99,7 @@ class DeviceStep:
             names = [self.traced_loss.param_names[leaf] for leaf in numbers]
             kept = [residuals[name][0] for name in names if name in residuals]
             before = as_vector(kept) if kept else None
-            first, operand = self.groups[g].sites[0], as_vector(parts)
+            first, operand = self.groups[g].operations[0], as_vector(parts)
             y, residual = self.run_selected(first, selection[g], operand, before, gradient_key(key, g), step)
             by_leaf = zip(numbers, names, _split(y, parts), _split(residual, parts), strict=True)
             for leaf, name, gradient, leaf_residual in by_leaf:
@@ -104,9 +111,9 @@ class DeviceStep:
     def sum_gradients(self, gradients: Any) -> Any:
         """Returns the parameters' gradients summed exactly over devices."""
         leaves, structure = jax.tree.flatten(gradients)
-        for s, site in enumerate(self.sites):
-            if site.leaf is not None:
-                leaves[site.leaf] = run_exact(self.collective(s), leaves[site.leaf])
+        for o, operation in enumerate(self.operations):
+            if operation.leaf is not None:
+                leaves[operation.leaf] = run_exact(self.collective(o), leaves[operation.leaf])
         return jax.tree.unflatten(structure, leaves)
 
     def loss_with(
@@ -118,47 +125,47 @@ class DeviceStep:
         at_alternatives: Callable[..., Any],
         at_custom_vjp: Callable[..., Any] | None = None,
     ) -> jax.Array:
-        """Returns this device's share of the loss with other operations at its places (see `places.Interpreter`)."""
+        """Returns this device's share of the loss with other functions at call sites; see `call_sites.Interpreter`."""
         loss = self.traced_loss.loss(params, batch, key, at_collective, at_alternatives, at_custom_vjp)
         return loss / self.num_devices
 
-    def keys(self, place: int, key: jax.Array) -> jax.Array:
-        """Returns the random keys of the forward and of the backward site of a place, `[2]`."""
-        return jax.random.split(jax.random.fold_in(key, place))
+    def keys(self, call_site: int, key: jax.Array) -> jax.Array:
+        """Returns the random keys of the forward and of the backward operation of a call site, `[2]`."""
+        return jax.random.split(jax.random.fold_in(key, call_site))
 
     def gradient_groups(self) -> list[tuple[int, list[int]]]:
-        """Returns the groups of gradient sites with the parameter leaves of each, which are sent as one vector."""
-        leaves = [[self.sites[s].leaf for s in group.sites] for group in self.groups]
+        """Returns the groups of gradient operations with the parameter leaves of each, which are sent as one vector."""
+        leaves = [[self.operations[o].leaf for o in group.operations] for group in self.groups]
         of_gradients = [(g, [leaf for leaf in numbers if leaf is not None]) for g, numbers in enumerate(leaves)]
         return [(g, numbers) for g, numbers in of_gradients if numbers]
 
-    def collective(self, s: int) -> CollectiveOp:
-        """Returns the collective of a site; alternatives have none."""
-        collective = self.sites[s].collective
+    def collective(self, o: int) -> CollectiveOp:
+        """Returns the collective of an operation; alternatives have none."""
+        collective = self.operations[o].collective
         assert collective is not None
         return collective
 
     def run_selected(
-        self, s: int, node_selection: NodeSelection, x: jax.Array, residual: Any, key: jax.Array, step: jax.Array
+        self, o: int, node_selection: NodeSelection, x: jax.Array, residual: Any, key: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Runs what is selected for a site; see `CollectiveStrategy.run`."""
+        """Runs what is selected for an operation; see `CollectiveStrategy.run`."""
         if isinstance(node_selection, int):
-            strategy = self.groups[self.group_of[s]].strategies[node_selection]
-            return strategy.run(self.collective(s), x, residual, key, step)
-        functions, numbers = self.functions_at(s, step)
+            strategy = self.groups[self.group_of[o]].strategies[node_selection]
+            return strategy.run(self.collective(o), x, residual, key, step)
+        functions, numbers = self.functions_at(o, step)
         if jnp.ndim(node_selection) == 0:
             selected = numbers[node_selection]
         else:
             selected = total_by_function(node_selection, functions, numbers)
         return _run_selected(functions, selected, x, residual, key, step)
 
-    def functions_at(self, s: int, step: jax.Array) -> tuple[list[Callable[..., Any]], jax.Array]:
-        """Returns what a site's strategies run: functions of operand, residual, key and step.
+    def functions_at(self, o: int, step: jax.Array) -> tuple[list[Callable[..., Any]], jax.Array]:
+        """Returns what an operation's strategies run: functions of operand, residual, key and step.
 
         Each stands there once, whatever schedules there are; `[S]` are the numbers of those that run now.
         """
-        strategies, numbers = without_schedules(self.groups[self.group_of[s]].strategies, step)
-        return [partial(strategy.run, self.collective(s)) for strategy in strategies], numbers
+        strategies, numbers = without_schedules(self.groups[self.group_of[o]].strategies, step)
+        return [partial(strategy.run, self.collective(o)) for strategy in strategies], numbers
 
 
 def partition_selection(groups: Sequence[Group], selection: Selection) -> tuple[list[int | None], list[Any]]:
@@ -204,7 +211,7 @@ def total_by_function(values: jax.Array, functions: Sequence[Any], numbers: jax.
 
 
 def gradient_key(key: jax.Array, group: int) -> jax.Array:
-    """Returns the random key by which a group of gradients is sent; places count from 0 and never reach 2³¹ - 1."""
+    """Returns the random key by which a group of gradients is sent; call sites count from 0 and never reach 2³¹ - 1."""
     return jax.random.fold_in(jax.random.fold_in(key, 2**31 - 1), group)
 
 

@@ -1,9 +1,9 @@
-"""Predicts how much each strategy increases the loss, with one probe for each site.
+"""Predicts how much each strategy increases the loss, with one probe for each operation.
 
-A probe is an array `[S]` of zeros that leaves the site's exact result as it is. A custom derivative stands in for its
-gradient: the backward pass brings the cotangent g of the result, and from g and the error e_j of strategy j (its result
-minus the exact one) follows the predicted increase. `jax.grad` with respect to the probes of all sites thus returns the
-increases of all strategies, at the price of one backward pass.
+A probe is an array `[S]` of zeros that leaves the operation's exact result as it is. A custom derivative stands in for
+its gradient: the backward pass brings the cotangent g of the result, and from g and the error e_j of strategy j (its
+result minus the exact one) follows the predicted increase. `jax.grad` with respect to the probes of all operations thus
+returns the increases of all strategies, at the price of one backward pass.
 
 Each error is taken alone, in training that is exact otherwise. In units of the loss, the increases are:
 
@@ -15,14 +15,14 @@ Each error is taken alone, in training that is exact otherwise. In units of the 
   the steps and the pull to the minimum are in balance, whatever the Hessian is. Residuals are not accounted for: what
   is sent in a later step counts as lost.
 - backward: the same for the error that e causes in the gradients of parameters. It is estimated with random signs z as
-  ¼ · Σ_t (a_t · e_t)², where a is the derivative of ⟨z √η, gradients⟩ with respect to the site's result. This is the
-  derivative of the forward site's operand along z √η, so `jax.jvp` gives a in the forward pass.
+  ¼ · Σ_t (a_t · e_t)², where a is the derivative of ⟨z √η, gradients⟩ with respect to the operation's result. This is
+  the derivative of the forward operation's operand along z √η, so `jax.jvp` gives a in the forward pass.
 
 Source of the balance: Mandt, Hoffman and Blei, "Stochastic gradient descent as approximate Bayesian inference" (JMLR
 2017), section 3.
 
-Of alternatives the first function runs, and the others beside it for their own error alone. Sites that lie in other
-branches only are measured in a pass of their own, in which the alternatives around them run that branch.
+Of alternatives the first function runs, and the others beside it for their own error alone. Operations that lie in
+other branches only are measured in a pass of their own, in which the alternatives around them run that branch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -59,15 +59,15 @@ def local_loss_increases(
     """Returns this device's share of the predicted increases, for each group `[S]`.
 
     Args:
-      validation: this device's part of the batch for forward sites and alternatives.
+      validation: this device's part of the batch for forward operations and alternatives.
       step_sizes: η, as `params`.
       direction: z √η with random signs z, as `params`.
       key: a random key.
     """
-    branches = [min((_branches_around(device, s) for s in group.sites), key=len) for group in device.groups]
+    branches = [min((_branches_around(device, o) for o in group.operations), key=len) for group in device.groups]
 
     def measure(active_branches: _Branches) -> tuple[list[Any], Any]:
-        """Returns increases of forward and backward sites in these branches, None for other groups; and gradients."""
+        """Returns increases of forward and backward operations in these branches, None for others; and gradients."""
         probes = [
             jnp.zeros(len(group.names)) if group_branches == active_branches else None
             for group, group_branches in zip(device.groups, branches, strict=True)
@@ -102,15 +102,15 @@ def random_direction(params: Any, step_sizes: Any, key: jax.Array) -> tuple[Any,
     return step_sizes, direction
 
 
-def _branches_around(device: DeviceStep, s: int) -> dict[int, int]:
-    """Returns the branches that a site lies in, by the group of their alternatives; first branches are left out."""
-    branch, branches = device.sites[s].branch, {}
+def _branches_around(device: DeviceStep, o: int) -> dict[int, int]:
+    """Returns the branches that an operation lies in, but first ones, by the group of their alternatives."""
+    branch, branches = device.operations[o].branch, {}
     while branch is not None:
-        place, number = branch
-        outer_site = device.site_at["forward", place]
+        call_site, number = branch
+        outer = device.operation_at["forward", call_site]
         if number:
-            branches[device.group_of[outer_site]] = number
-        branch = device.sites[outer_site].branch
+            branches[device.group_of[outer]] = number
+        branch = device.operations[outer].branch
     return branches
 
 
@@ -123,24 +123,24 @@ def _forward_loss(
     probes: _Probes,
     active_branches: _Branches,
 ) -> jax.Array:
-    """Returns the exact loss; gradients of `probes` are increases of forward sites and of alternatives."""
+    """Returns the exact loss; gradients of `probes` are increases of forward operations and of alternatives."""
 
     def num_tokens(y: jax.Array, num_copies: int) -> float:
         return float(prod(y.shape[:-1])) * device.num_devices / num_copies
 
-    def at_collective(p: int, x: jax.Array, key: jax.Array) -> jax.Array:
-        s, operand = device.site_at["forward", p], lax.stop_gradient(x)
-        collective = device.collective(s)
-        y, copies, probe = run_exact(collective, x), collective.num_copies, probes[device.group_of[s]]
+    def at_collective(c: int, x: jax.Array, key: jax.Array) -> jax.Array:
+        o, operand = device.operation_at["forward", c], lax.stop_gradient(x)
+        collective = device.collective(o)
+        y, copies, probe = run_exact(collective, x), collective.num_copies, probes[device.group_of[o]]
         if probe is None or not jnp.issubdtype(x.dtype, jnp.floating):
             return y
-        functions, numbers = device.functions_at(s, step)
+        functions, numbers = device.functions_at(o, step)
         probe = total_by_function(probe, functions, numbers)
-        others = operand, lax.stop_gradient(y), device.keys(p, key)[0], step
+        others = operand, lax.stop_gradient(y), device.keys(c, key)[0], step
         return with_probe(y, partial(_errors, functions), others, probe, collective.axes, copies, num_tokens(y, copies))
 
-    def at_alternatives(p: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
-        g = device.group_of[device.site_at["forward", p]]
+    def at_alternatives(c: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
+        g = device.group_of[device.operation_at["forward", c]]
         probe = probes[g]
         if probe is None or g in active_branches:
             return branches[active_branches.get(g, 0)](*operands)
@@ -164,23 +164,23 @@ def _backward_loss(
     probes: _Probes,
     active_branches: _Branches,
 ) -> jax.Array:
-    """Returns the exact loss; gradients of `probes` are ½ Σ_t (a_t · e_t)² of backward sites, a along `direction`."""
+    """Returns the exact loss; gradients of `probes` are ½ Σ_t (a_t · e_t)² of backward ones, a along `direction`."""
 
-    def at_collective(p: int, x: jax.Array, key: jax.Array) -> jax.Array:
-        collective = device.collective(device.site_at["forward", p])
-        backward_site = device.site_at.get(("backward", p))
+    def at_collective(c: int, x: jax.Array, key: jax.Array) -> jax.Array:
+        collective = device.collective(device.operation_at["forward", c])
+        backward_operation = device.operation_at.get(("backward", c))
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return run_exact(collective, x)
-        probe = None if backward_site is None else probes[device.group_of[backward_site]]
-        if backward_site is None or probe is None:
+        probe = None if backward_operation is None else probes[device.group_of[backward_operation]]
+        if backward_operation is None or probe is None:
             return with_tangent(collective, x)
 
-        functions, numbers = device.functions_at(backward_site, step)
+        functions, numbers = device.functions_at(backward_operation, step)
         probe = total_by_function(probe, functions, numbers)
-        return with_backward_probe(collective, partial(_errors, functions), x, probe, (device.keys(p, key)[1], step))
+        return with_backward_probe(collective, partial(_errors, functions), x, probe, (device.keys(c, key)[1], step))
 
-    def at_alternatives(p: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
-        return branches[active_branches.get(device.group_of[device.site_at["forward", p]], 0)](*operands)
+    def at_alternatives(c: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
+        return branches[active_branches.get(device.group_of[device.operation_at["forward", c]], 0)](*operands)
 
     def loss(params: Any) -> jax.Array:
         return device.loss_with(params, batch, key, at_collective, at_alternatives, custom_vjp_with_tangents)
@@ -195,7 +195,7 @@ def _gradient_increases(
     increases = [jnp.zeros(len(group.names)) for group in device.groups]
     sizes, gradient_leaves = jax.tree.leaves(step_sizes), jax.tree.leaves(gradients)
     for g, numbers in device.gradient_groups():
-        first, x = device.groups[g].sites[0], as_vector([gradient_leaves[leaf] for leaf in numbers])
+        first, x = device.groups[g].operations[0], as_vector([gradient_leaves[leaf] for leaf in numbers])
         collective = device.collective(first)
         weights = as_vector([sizes[leaf] for leaf in numbers]) / (4 * collective.num_copies)
         functions, numbers = device.functions_at(first, step)
@@ -245,15 +245,15 @@ def with_probe(
 def with_backward_probe(
     collective: CollectiveOp, errors: Callable[..., Iterable[jax.Array]], x: jax.Array, probe: jax.Array, others: Any
 ) -> jax.Array:
-    """Runs a collective exactly, with a probe of its backward site; to be run under `jax.jvp` within a gradient.
+    """Runs a collective exactly, with a probe of its backward operation; to be run under `jax.jvp` within a gradient.
 
     For a tangent ẋ of x along v in the parameters, ẋ · e is the inner product of v and of what e changes in the
     gradients of the parameters. The gradient of `probe` is ½ · Σ_t (ẋ_t · e_t)² `[S]`, t over all dimensions of `x` but
-    the last; tangents of copies of the backward site's result are summed.
+    the last; tangents of copies of the backward operation's result are summed.
 
     Args:
-      errors: `errors(cotangent, result, *others)`, S arrays as `x`: each strategy's result at the backward site minus
-        the exact one.
+      errors: `errors(cotangent, result, *others)`, S arrays as `x`: each strategy's result at the backward operation
+        minus the exact one.
       probe: `[S]`, of any value.
     """
     backward_collective = collective.transpose()

@@ -15,8 +15,8 @@ from jax.sharding import Mesh, PartitionSpec
 from cost.base import Hardware, Problem
 from cost.presets import preset
 from search_spaces.base import Batch, Choice, LossAndGradients, Params, Part, PerStrategy, Residuals, Selection
-from search_spaces.communication.base import CollectiveStrategy, Site
-from search_spaces.communication.costs import GroupCosts, explain, group_costs, group_seconds, site_bytes
+from search_spaces.communication.base import CollectiveStrategy, Operation
+from search_spaces.communication.costs import GroupCosts, explain, group_costs, group_seconds, operation_bytes
 from search_spaces.communication.device_step import DeviceStep, choice_as_indices
 from search_spaces.communication.emulation import (
     OneDeviceCheck,
@@ -26,7 +26,7 @@ from search_spaces.communication.emulation import (
     largest_epsilon,
     on_devices,
 )
-from search_spaces.communication.sites import checked_strategies, find_sites, group_sites, trace_loss
+from search_spaces.communication.operations import checked_strategies, find_operations, group_operations, trace_loss
 from search_spaces.communication.strategies import DEFAULT, Exact, LastGradient
 
 
@@ -56,16 +56,16 @@ class CommunicationSpace:
         column- and row-parallel layers need no operators with derivatives of their own. Maxima stay exact, and so do
         collectives in functions with custom derivatives; `notes` names these.
       mesh_axes: devices along each mesh axis, the fastest axis last.
-      params: pytree of floating-point arrays, or `jax.ShapeDtypeStruct`s, of whole shapes.
-      batch: pytree of arrays, or `jax.ShapeDtypeStruct`s, of whole shapes.
+      params: pytree of floating-point arrays, or `jax.ShapeDtypeStruct`o, of whole shapes.
+      batch: pytree of arrays, or `jax.ShapeDtypeStruct`o, of whole shapes.
       param_specs: a `PartitionSpec` for each leaf of `params`, or for each sub-tree. Gradients are summed over the axes
         that do not split the parameter.
       batch_specs: a `PartitionSpec` for each leaf of `batch`, or for each sub-tree.
       strategies: by direction ("forward", "backward", "gradient") the strategies to choose from; for directions that
         are missing `strategies.DEFAULT`. Lossy strategies that send as much as an exact one, and not while the device
         computes, are left out, and so are lossy ones for integers.
-      tie: "type" where sites of one type share a strategy, None where each has its own. Gradients that share one are
-        sent as one vector.
+      tie: "type" where operations of one type share a strategy, None where each has its own. Gradients that share one
+        are sent as one vector.
       hardware: what the seconds are for, or the name of a preset; `problem` and `explain` need it.
       one_device_loss: the loss that the devices must compute together, with which `check_loss` compares it: "loss_fn"
         is `loss_fn` itself on a mesh with one device along each axis; a function of whole `(params, batch)` is for a
@@ -73,10 +73,10 @@ class CommunicationSpace:
         as with random numbers or a capacity of each device, so that there is nothing to compare.
 
     Attributes:
-      sites: all sites, see `sites.find_sites`.
-      groups: the sites that share a strategy, in the order of the problem's nodes.
+      operations: all operations, see `operations.find_operations`.
+      groups: the operations that share a strategy, in the order of the problem's nodes.
       notes: on collectives that stay as they are.
-      arguments: `(params, batch)` as `jax.ShapeDtypeStruct`s of whole shapes.
+      arguments: `(params, batch)` as `jax.ShapeDtypeStruct`o of whole shapes.
 
     Raises:
       ValueError: specs do not fit the arrays or the mesh, parameters are not floating-point, the loss is not a scalar,
@@ -109,11 +109,11 @@ class CommunicationSpace:
         self.arguments = jax.eval_shape(lambda *whole: whole, params, batch)
         self._traced_loss = trace_loss(loss_fn, self.mesh_axes, params, batch, param_specs, batch_specs)
         self.notes = self._traced_loss.notes
-        self.sites: tuple[Site, ...] = find_sites(self._traced_loss, self.mesh_axes)
-        self.groups = group_sites(self.sites, checked_strategies(strategies or {}), tie)
+        self.operations: tuple[Operation, ...] = find_operations(self._traced_loss, self.mesh_axes)
+        self.groups = group_operations(self.operations, checked_strategies(strategies or {}), tie)
         params_structure, batch_structure = self._traced_loss.structure.children()
         self._whole = WholeStep(
-            device=DeviceStep(self._traced_loss, self.sites, self.groups, self.num_devices),
+            device=DeviceStep(self._traced_loss, self.operations, self.groups, self.num_devices),
             axes=tuple(mesh_axes),
             param_specs=jax.tree.unflatten(params_structure, self._traced_loss.param_specs),
             batch_specs=jax.tree.unflatten(batch_structure, self._traced_loss.batch_specs),
@@ -160,7 +160,7 @@ class CommunicationSpace:
         for group in self.groups:
             if not group.exact.any():
                 raise ValueError(
-                    f"The sites {group.name!r} have no exact strategy among {group.names}; "
+                    f"The operations {group.name!r} have no exact strategy among {group.names}; "
                     f"add `diffshard.formats.Exact()` to `strategies`."
                 )
         return tuple(int(group.exact.argmax()) for group in self.groups)
@@ -169,8 +169,8 @@ class CommunicationSpace:
     def problem(self) -> Problem:
         """The problem, with one node for each group; built once.
 
-        A site inside a branch of alternatives costs something only if that branch is chosen: an edge between the group
-        of the alternatives and the group of the site.
+        A operation inside a branch of alternatives costs something only if that branch is chosen: an edge between the
+        group of the alternatives and the group of the operation.
 
         Raises:
           ValueError: the space has no hardware.
@@ -186,13 +186,13 @@ class CommunicationSpace:
         return ChosenStep(self, choice_as_indices(self.groups, choice))
 
     def explain(self, choice: Sequence[int]) -> tuple[Part, ...]:
-        """Returns one part for each group: its seconds in one step, and what its sites send.
+        """Returns one part for each group: its seconds in one step, and what its operations send.
 
         Raises:
           ValueError: the choice does not fit the space, or the space has no hardware.
         """
         choice = choice_as_indices(self.groups, choice)
-        return explain(self.sites, self.groups, choice, self._seconds, self._sent_bytes)
+        return explain(self.operations, self.groups, choice, self._seconds, self._sent_bytes)
 
     @cached_property
     def _problem(self) -> Problem:
@@ -203,11 +203,11 @@ class CommunicationSpace:
     def _seconds(self) -> GroupCosts:
         if self.hardware is None:
             raise ValueError("`hardware` is None; give the space hardware with a link for each mesh axis.")
-        return group_seconds(self.sites, self.groups, self.hardware)
+        return group_seconds(self.operations, self.groups, self.hardware)
 
     @cached_property
     def _sent_bytes(self) -> GroupCosts:
-        return group_costs(self.sites, self.groups, site_bytes)
+        return group_costs(self.operations, self.groups, operation_bytes)
 
     # What a selection computes.
 
@@ -234,10 +234,10 @@ class CommunicationSpace:
         """
         del params  # shapes are known since tracing
         return {
-            self._traced_loss.param_names[site.leaf]: jnp.zeros((self.num_devices, *site.shape), jnp.float32)
+            self._traced_loss.param_names[operation.leaf]: jnp.zeros((self.num_devices, *operation.shape), jnp.float32)
             for group in self.groups
-            for site in (self.sites[s] for s in group.sites)
-            if site.leaf is not None and any(strategy.keeps_residual for strategy in group.strategies)
+            for operation in (self.operations[o] for o in group.operations)
+            if operation.leaf is not None and any(strategy.keeps_residual for strategy in group.strategies)
         }
 
     def loss(
@@ -245,9 +245,9 @@ class CommunicationSpace:
     ) -> jax.Array:
         """Returns the training loss, a scalar; differentiable once in `params` and in weights, not in `batch`.
 
-        Its derivatives pass the backward sites as selected; gradients of parameters are summed exactly. With weights w
-        the result of a site is Σ_j w_j · op_j(x). The loss does not depend on the weights of backward and gradient
-        sites.
+        Its derivatives pass the backward operations as selected; gradients of parameters are summed exactly. With
+        weights w the result of an operation is Σ_j w_j · op_j(x). The loss does not depend on the weights of backward
+        and gradient operations.
 
         Args:
           params: whole arrays.
@@ -287,14 +287,14 @@ class CommunicationSpace:
         """Returns by how much each strategy is predicted to increase the loss, `[S]` for each group; 0 where exact.
 
         The prediction is of second order in the error of the strategy; `loss_increases.py` has the formulas and their
-        source. It takes two backward passes, and two more for each branch of alternatives with sites that are nowhere
-        else.
+        source. It takes two backward passes, and two more for each branch of alternatives with operations that are
+        nowhere else.
 
         Args:
           params: whole arrays.
           batch: whole arrays.
           key: a random key.
-          validation: a batch of the same shapes for forward sites and alternatives; `batch` where it is None.
+          validation: a batch of the same shapes for forward operations and alternatives; `batch` where it is None.
           step_sizes: η >= 0, how far a unit of a parameter's gradient moves it: one number, or arrays that broadcast to
             the parameters.
           step: number of the training step.

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from search_spaces.communication.places import alternatives
+from search_spaces.communication.call_sites import alternatives
 
 
 def windowed_attention(
@@ -32,7 +32,7 @@ def windowed_attention(
     least the number of devices the result is that of the whole past.
 
     Args:
-      name: of the place where the window is chosen.
+      name: of the call site where the window is chosen.
       query: of this device's block, `[B, L, H, D]`.
       key: of this device's block, shaped as `query`.
       value: of this device's block, shaped as `query`.
@@ -111,7 +111,7 @@ def expert_layer(
                          {"up": params["up"], "down": params["down"]}, "model")
 
     Args:
-      name: of the place where the capacity factor is chosen.
+      name: of the call site where the capacity factor is chosen.
       tokens: of this device, `[T, M]`.
       logits: of their gates, `[T, E]`.
       expert: one expert's function of its parameters and any number S of tokens `[S, M]`; returns `[S, M]`, each row a

@@ -106,7 +106,7 @@ class NodePlan(NamedTuple):
     """A node of a plan: the strategy that was chosen for it, its seconds and its traffic.
 
     Attributes:
-      name: of the node; in a communication space a group of sites that share a strategy.
+      name: of the node; in a communication space a group of operations that share a strategy.
       strategy: the name of the chosen strategy.
       exact_strategy: the name of the exact choice's strategy.
       seconds: of a step with the plan's choice, as the space explains it; what all nodes share counts with none.

@@ -76,7 +76,7 @@ def training(
             return gradients_of(lossy, state, batch, choice)
 
         if num_exact_steps:
-            # Of a schedule both whole steps are compiled, rather than every strategy at every site.
+            # Of a schedule both whole steps are compiled, rather than every strategy at every operation.
             result = jax.lax.cond(state.step < num_exact_steps, lambda: run(first_choice), lambda: run(plan_choice))
         else:
             result = run(plan_choice)
@@ -103,7 +103,7 @@ def next_state(
 def choice_in(plan: BilevelPlanData, strategies: Sequence[str], space: LossySpace) -> Choice:
     """Returns the indices in a space of strategies that are named for the nodes of a plan.
 
-    Nodes are looked up by name, and those of equal names (a type's sites in several branches, say) in their order.
+    Nodes are looked up by name, and those of equal names (a type's operations in several branches, say) in their order.
     """
     if list(plan.mesh_axes.items()) != list(space.mesh_axes.items()):
         raise PlanError(

@@ -89,7 +89,7 @@ def chosen_and_exact_bytes(node: NodePlan) -> tuple[float, float]:
 
 
 def is_shown_node(node: NodePlan) -> bool:
-    """Returns whether a node sends something or was decided; groups of sites that never run do neither."""
+    """Returns whether a node sends something or was decided; groups of operations that never run do neither."""
     return node.strategy != node.exact_strategy or any(map(is_shown, chosen_and_exact_bytes(node)))
 
 
@@ -125,7 +125,7 @@ def _nodes(plan: BilevelPlanData) -> str:
         direction, collective, count = traffic_texts(node)
         name = node.name if node.name.endswith(direction) else f"{node.name} {direction}"
         rows.append((name, collective, count, node.strategy, chosen_bytes, exact_bytes, *times))
-    heading = f"Groups of sites: {len(plan.nodes)}, {num_changed} of them differ from the exact choice"
+    heading = f"Groups of operations: {len(plan.nodes)}, {num_changed} of them differ from the exact choice"
     return "\n".join([heading, "", *format_table(rows, "  ", right=(2, 4, 5, 6, 7), wrap=(0, 1))])
 
 
@@ -217,7 +217,7 @@ def _node_table(plan: BilevelPlanData) -> str:
             (node.name, *traffic_texts(node), node.strategy, *map(format_bytes, num_bytes), *map(format_s, seconds))
         )
     head = ("group", "direction", "collective", "", "chosen", "sends", "exact", "takes", "exact")
-    return f"<h2>Groups of sites</h2>{table(head, rows, right=(3, 5, 6, 7, 8))}"
+    return f"<h2>Groups of operations</h2>{table(head, rows, right=(3, 5, 6, 7, 8))}"
 
 
 def _candidate_table(validation: ValidationRuns) -> str:

@@ -13,8 +13,8 @@ from cost.collectives import collective_s
 from cost.evaluation import evaluate
 from cost.validation import validate
 from search_spaces.communication.base import INT4, INT8
+from search_spaces.communication.call_sites import alternatives
 from search_spaces.communication.costs import coding_s, encoding_seconds
-from search_spaces.communication.places import alternatives
 from tests.search_spaces.communication.small_communication import (
     BATCH,
     HARDWARE,

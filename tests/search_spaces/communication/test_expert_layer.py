@@ -128,12 +128,15 @@ def test_a_mixture_of_capacities_with_lossy_sites_on_a_mesh():
 
 def test_each_capacity_sends_its_own_bytes():
     assert SPACE.strategy_names(CAPACITY) == ("capacity 2", "capacity 1.25", "capacity 0.5")
-    sites = [site for site in SPACE.sites if site.branch is not None]
-    results = [(site.branch and site.branch[1], site.direction, site.name.split("/")[-2]) for site in sites]
+    operations = [operation for operation in SPACE.operations if operation.branch is not None]
+    results = [
+        (operation.branch and operation.branch[1], operation.direction, operation.name.split("/")[-2])
+        for operation in operations
+    ]
     ways = itertools.product(range(3), ("forward", "backward"), ("dispatch", "combine"))
     assert sorted(results) == sorted(ways)
-    groups = [group for group in SPACE.groups if SPACE.sites[group.sites[0]].branch is not None]
-    assert [len(group.sites) for group in groups] == [3] * 4  # a precision for each way, whatever the capacity
+    groups = [group for group in SPACE.groups if SPACE.operations[group.operations[0]].branch is not None]
+    assert [len(group.operations) for group in groups] == [3] * 4  # a precision for each way, whatever the capacity
     problem = SPACE.problem
     validate(problem)
     assert [edge.shape for edge in problem.edge_cost] == [(3, 2)] * 4
@@ -141,7 +144,9 @@ def test_each_capacity_sends_its_own_bytes():
     for choice in itertools.product(range(3), (0, 1)):
         assert seconds(SPACE, _choice(*choice)) == pytest.approx(evaluate(problem, _choice(*choice)).cost)
     sent = [sent_bytes(SPACE, _choice(number)) for number in range(3)]
-    row = 4 * EXPERTS * WIDTH * 4 * 3 / 4  # a token's float32s for each expert, of which a fourth stays, at four sites
+    row = (
+        4 * EXPERTS * WIDTH * 4 * 3 / 4
+    )  # a token's float32s for each expert, of which a fourth stays, at four operations
     assert np.diff(sent) == pytest.approx(row * np.diff([12, 8, 3]))  # of 12 tokens with two choices, four experts
     assert sent_bytes(SPACE, _choice(2, 1)) < 0.5 * sent[2]
 

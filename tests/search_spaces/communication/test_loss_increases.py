@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from search_spaces.communication.places import alternatives
+from search_spaces.communication.call_sites import alternatives
 from tests.search_spaces.communication.small_communication import (
     BATCH,
     PARAMS,

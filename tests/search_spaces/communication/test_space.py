@@ -1,4 +1,4 @@
-"""What runs: sites and groups, gradients as on one device, emulated as on a mesh, residuals, mixtures, schedules."""
+"""What runs: operations, groups, gradients as on one device, emulated as on a mesh, residuals, mixtures, schedules."""
 
 import jax
 import jax.numpy as jnp
@@ -30,16 +30,16 @@ from tests.search_spaces.communication.small_communication import (
 
 
 def test_sites_and_groups_of_the_small_network():
-    assert [(site.name, site.trips, site.shape) for site in SPACE.sites] == [
+    assert [(operation.name, operation.trips, operation.shape) for operation in SPACE.operations] == [
         ("mlp/all_reduce forward", 2, (8, WIDTH)),
         ("mlp/all_reduce backward", 2, (8, WIDTH)),
         ("head gradient", 1, (WIDTH, WIDTH)),
         ("layers/down gradient", 1, (2, 16, WIDTH)),
         ("layers/up gradient", 1, (2, WIDTH, 16)),
     ]
-    assert [group.sites for group in SPACE.groups] == [(0,), (1,), (2,), (3, 4)]
+    assert [group.operations for group in SPACE.groups] == [(0,), (1,), (2,), (3, 4)]
     assert SPACE.strategy_names(3) == ("exact", "int8", "int8 with error feedback", "exact every 2 steps")
-    assert [group.sites for group in small_space(tie=None).groups] == [(0,), (1,), (2,), (3,), (4,)]
+    assert [group.operations for group in small_space(tie=None).groups] == [(0,), (1,), (2,), (3,), (4,)]
 
 
 def test_sites_of_a_type_over_different_axes_choose_apart():
@@ -53,7 +53,7 @@ def test_sites_of_a_type_over_different_axes_choose_apart():
     space = small_space(loss, {"head": PARAMS["head"]}, specs={"head": P()})
     forward = [group for group in space.groups if group.name.startswith("mean/all_reduce forward")]
     assert [group.name for group in forward] == ["mean/all_reduce forward", "mean/all_reduce forward 2"]
-    assert [space.sites[group.sites[0]].axes for group in forward] == [("model",), ("data",)]
+    assert [space.operations[group.operations[0]].axes for group in forward] == [("model",), ("data",)]
 
 
 def _largest_difference(a, b):
@@ -74,7 +74,7 @@ def test_meshes_may_be_explicit_and_axes_of_one_device():
     loss, gradients, _ = run_step(space, space.exact_choice())
     assert_close((loss, gradients), run_step(SPACE, SPACE.exact_choice())[:2], 1e-6)
     alone = CommunicationSpace(loss_fn, {"data": 1, "model": 1}, PARAMS, BATCH, SPECS, P("data"))
-    assert not alone.sites
+    assert not alone.operations
     assert float(alone.loss(PARAMS, BATCH, [], KEY)) == pytest.approx(float(loss), rel=1e-6)
 
 

@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from search_spaces.communication.base import INT8
-from search_spaces.communication.places import alternatives
+from search_spaces.communication.call_sites import alternatives
 from search_spaces.communication.strategies import Encode, ErrorFeedback, EveryK, Exact, Schedule
 from tests.search_spaces.communication.small_communication import (
     BATCH,

@@ -16,7 +16,7 @@ from diffshard.bilevel_search.plans.plan import lossy_plan
 from diffshard.bilevel_search.plans.views import format_page
 from diffshard.bilevel_search.relaxation import best_of
 from diffshard.command.line import main
-from search_spaces.communication.places import alternatives
+from search_spaces.communication.call_sites import alternatives
 from tests.diffshard.bilevel_search.perturbed import Perturbed, batch_of, start
 from tests.diffshard.bilevel_search.plans.small_bilevel_plan import (
     SLOW_LINKS,
@@ -146,7 +146,7 @@ def test_text_tells_predicted_from_measured():
     assert "Plan of communication on 8 devices (data 2 x model 4), slow links" in predicted
     assert "+0.0125 over the exact choice's, predicted by the search, not measured; 0.02 allowed" in predicted
     assert "+0.0125 over the exact choice's, measured by training; 0.02 allowed" in measured
-    assert "Groups of sites: 4, 3 of them differ from the exact choice" in predicted
+    assert "Groups of operations: 4, 3 of them differ from the exact choice" in predicted
     assert re.search(r"mlp/all_reduce +all_reduce model +2x  int8 +432 B +1.50 KiB", predicted)
     assert "Candidates" not in predicted
     assert "Candidates: 4 trained from the start for 24 steps in all" in measured

@@ -1,4 +1,4 @@
-"""Places: functions with every kind of inner program give what they gave, and every place is found."""
+"""Call sites: functions with every kind of inner program give what they gave, and every call site is found."""
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +8,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from search_spaces.communication.base import INT8
+from search_spaces.communication.call_sites import Interpreter, find_call_sites
 from search_spaces.communication.collectives import run_exact
 from search_spaces.communication.emulation import emulate
-from search_spaces.communication.places import Interpreter, find_places
 from search_spaces.communication.strategies import Encode
 from tests.search_spaces.communication.small_communication import MESH, mesh, small_space
 
@@ -66,9 +66,11 @@ CASES = [
 def test_every_program_runs_as_it_is_written(fn, kinds, num_notes):
     row = X[:1] if fn is not _scan and fn is not _nested else X
     jaxpr = jax.make_jaxpr(fn, axis_env=list(MESH.items()))(row)
-    places, notes = find_places(jaxpr.jaxpr, MESH)
-    collectives = [place.collective for place in places if place.collective is not None]
-    names = [f"scan {p.trips}: {c.kind}" if p.trips > 1 else c.kind for p, c in zip(places, collectives, strict=True)]
+    call_sites, notes = find_call_sites(jaxpr.jaxpr, MESH)
+    collectives = [call_site.collective for call_site in call_sites if call_site.collective is not None]
+    names = [
+        f"scan {c.trips}: {op.kind}" if c.trips > 1 else op.kind for c, op in zip(call_sites, collectives, strict=True)
+    ]
     assert names == kinds
     assert len(notes) == num_notes
     visited = set()
@@ -77,7 +79,9 @@ def test_every_program_runs_as_it_is_written(fn, kinds, num_notes):
         visited.add(p)
         return run_exact(collectives[p], x)
 
-    interpreter = Interpreter({place.path: p for p, place in enumerate(places)}, at_collective, lambda *_: [])
+    interpreter = Interpreter(
+        {call_site.path: c for c, call_site in enumerate(call_sites)}, at_collective, lambda *_: []
+    )
 
     def local(x):
         x = x + lax.axis_index("data") + 2 * lax.axis_index("model")
@@ -86,7 +90,7 @@ def test_every_program_runs_as_it_is_written(fn, kinds, num_notes):
     specs = P(("data", "model")) if fn is not _several else P(None, ("data", "model"))
     run = jax.shard_map(local, mesh=mesh(), in_specs=P(), out_specs=specs, check_vma=False)
     written, interpreted = jax.jit(run)(row)
-    assert visited == set(range(len(places)))
+    assert visited == set(range(len(call_sites)))
     for a, b in zip(written, interpreted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 

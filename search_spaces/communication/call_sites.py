@@ -1,7 +1,7 @@
-"""Finds the places of a traced loss, and runs the loss with other operations there.
+"""Finds the call sites of a traced loss, and runs the loss with other functions there.
 
 The loss stays as its author wrote it: it is traced once to a jaxpr, and evaluated equation by equation. Only equations
-that are places, or that hold some, are evaluated differently; all others are bound as they are.
+that are call sites, or that hold some, are evaluated differently; all others are bound as they are.
 """
 
 import re
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from search_spaces.communication.base import CollectiveOp, Path, Place
+from search_spaces.communication.base import CallSite, CollectiveOp, Path
 from search_spaces.replay import CALLS, REMAT, bind, context_of, scan_again, scan_operands, user_source, while_operands
 
 _INNER = {**CALLS, **dict.fromkeys(REMAT, "jaxpr"), "scan": "jaxpr", "while": "body_jaxpr"}
@@ -42,7 +42,7 @@ def alternatives(name: str, functions: Mapping[str, Callable[..., Any]], *operan
     with different capacity factors, and attention over different windows.
 
     Args:
-      name: of the place.
+      name: of the call site.
       functions: by label; the first one is the exact one.
       operands: of every function.
 
@@ -64,8 +64,8 @@ def alternatives(name: str, functions: Mapping[str, Callable[..., Any]], *operan
             raise
 
 
-def find_places(jaxpr: core.Jaxpr, mesh_axes: Mapping[str, int]) -> tuple[list[Place], list[str]]:
-    """Returns all places of a function, and notes on the collectives that cannot be places."""
+def find_call_sites(jaxpr: core.Jaxpr, mesh_axes: Mapping[str, int]) -> tuple[list[CallSite], list[str]]:
+    """Returns all call sites of a function, and notes on the collectives that cannot be call sites."""
     notes: list[str] = []
     return list(_walk(jaxpr, mesh_axes, (), "", 1, None, notes)), list(dict.fromkeys(notes))
 
@@ -78,7 +78,7 @@ def _walk(
     trips: int,
     branch: tuple[Path, int] | None,
     notes: list[str],
-) -> Iterator[Place]:
+) -> Iterator[CallSite]:
     for i, equation in enumerate(jaxpr.eqns):
         name, here = equation.primitive.name, (*path, i)
         scope = "/".join(part for part in (stack, str(equation.source_info.name_stack)) if part)
@@ -86,7 +86,7 @@ def _walk(
             match = _ALTERNATIVES.search(scope)
             if match:
                 out: Any = equation.outvars[0].aval
-                yield Place(here, scope[: match.start()] + match[1], trips, None, tuple(match[2].split("|")),
+                yield CallSite(here, scope[: match.start()] + match[1], trips, None, tuple(match[2].split("|")),
                             out.shape, out.dtype, branch)  # fmt: skip
             for b, body in enumerate(equation.params["branches"]):
                 scope_in = scope[: match.start()] + match[1] if match else scope
@@ -108,7 +108,7 @@ def _walk(
             for k, (var, collective) in enumerate(zip(equation.invars, collectives, strict=False)):
                 aval: Any = var.aval
                 shape, dtype = aval.shape, aval.dtype
-                yield Place((*here, k), scope, trips, collective, (), shape, dtype, branch)
+                yield CallSite((*here, k), scope, trips, collective, (), shape, dtype, branch)
             if not collectives and _holds(equation, _COLLECTIVES):
                 notes.append(f"{_where(equation, scope)}: {name} stays exact and its bytes are not counted.")
 
@@ -154,22 +154,23 @@ def collectives_of(equation: core.JaxprEqn, mesh_axes: Mapping[str, int]) -> lis
 
 @dataclass(frozen=True)
 class Interpreter:
-    """Evaluates a jaxpr with other operations at its places.
+    """Evaluates a jaxpr with other functions at its call sites.
 
     Attributes:
-      places: the number of each place by its path.
-      at_collective: called with the place's number, its operand and a random key; returns the result.
-      at_alternatives: called with the place's number, the branches as functions of the flat operands, and the operands.
+      call_sites: the number of each call site by its path.
+      at_collective: called with the call site's number, its operand and a random key; returns the result.
+      at_alternatives: called with the call site's number, the branches as functions of the flat operands, and the
+        operands.
       at_custom_vjp: called with an equation that is a `jax.custom_vjp` and its operands; None to bind it as it is.
     """
 
-    places: Mapping[Path, int]
+    call_sites: Mapping[Path, int]
     at_collective: Callable[[int, jax.Array, jax.Array], jax.Array]
     at_alternatives: Callable[[int, Sequence[Callable[..., list[Any]]], Sequence[Any]], Sequence[Any]]
     at_custom_vjp: Callable[[core.JaxprEqn, Sequence[Any]], Sequence[Any]] | None = None
 
     def run(self, jaxpr: Any, arguments: Sequence[Any], key: jax.Array, path: Path = ()) -> list[Any]:
-        """Returns the jaxpr's results; a place in a loop gets another key in each trip."""
+        """Returns the jaxpr's results; a call site in a loop gets another key in each trip."""
         consts: Sequence[Any] = ()
         if isinstance(jaxpr, core.ClosedJaxpr):
             jaxpr, consts = jaxpr.jaxpr, jaxpr.consts
@@ -187,16 +188,16 @@ class Interpreter:
         return [read(var) for var in jaxpr.outvars]
 
     @cached_property
-    def _paths_to_places(self) -> frozenset[Path]:
-        """The paths of all equations that are places or hold some."""
-        return frozenset(place[:n] for place in self.places for n in range(1, len(place) + 1))
+    def _paths_to_call_sites(self) -> frozenset[Path]:
+        """The paths of all equations that are call sites or hold some."""
+        return frozenset(call_site[:n] for call_site in self.call_sites for n in range(1, len(call_site) + 1))
 
     def _equation(self, equation: core.JaxprEqn, operands: list[Any], key: jax.Array, path: Path) -> Sequence[Any]:
         name = equation.primitive.name
         if self.at_custom_vjp is not None and name in _CUSTOM_VJP:
             return self.at_custom_vjp(equation, operands)
         has_custom_vjp = self.at_custom_vjp is not None and _holds(equation, _CUSTOM_VJP)
-        if path not in self._paths_to_places and not has_custom_vjp:
+        if path not in self._paths_to_call_sites and not has_custom_vjp:
             return bind(equation, operands)
         if name in CALLS:
             return self.run(equation.params[CALLS[name]], operands, key, path)
@@ -211,8 +212,8 @@ class Interpreter:
         loops = {"scan": self._scan, "while": self._while, "cond": self._cond}
         if name in loops:
             return loops[name](equation, operands, key, path)
-        if (*path, 0) in self.places:
-            return [self.at_collective(self.places[(*path, k)], x, key) for k, x in enumerate(operands)]
+        if (*path, 0) in self.call_sites:
+            return [self.at_collective(self.call_sites[(*path, k)], x, key) for k, x in enumerate(operands)]
         return bind(equation, operands)
 
     def _scan(self, equation: core.JaxprEqn, operands: list[Any], key: jax.Array, path: Path) -> Sequence[Any]:
@@ -247,6 +248,6 @@ class Interpreter:
             return lambda key, *xs: self.run(equation.params["branches"][b], xs, key, (*path, b))
 
         branches = [branch(b) for b in range(len(equation.params["branches"]))]
-        if path in self.places:
-            return self.at_alternatives(self.places[path], branches, (key, *xs))
+        if path in self.call_sites:
+            return self.at_alternatives(self.call_sites[path], branches, (key, *xs))
         return lax.switch(index, branches, key, *xs)

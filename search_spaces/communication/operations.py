@@ -1,4 +1,4 @@
-"""Traces a loss as one device computes it, lists its sites, and puts those that share a strategy into groups."""
+"""Traces a loss as one device computes it, lists its operations, and puts those that share a strategy into groups."""
 
 import re
 from collections import Counter
@@ -13,10 +13,18 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from search_spaces.base import check_are_parameters, check_is_loss, traced_loss
-from search_spaces.communication.base import CollectiveOp, CollectiveStrategy, Direction, Group, Path, Place, Site
+from search_spaces.communication.base import (
+    CallSite,
+    CollectiveOp,
+    CollectiveStrategy,
+    Direction,
+    Group,
+    Operation,
+    Path,
+)
+from search_spaces.communication.call_sites import Interpreter, find_call_sites
 from search_spaces.communication.collectives import run_exact
-from search_spaces.communication.costs import as_sent, site_bytes
-from search_spaces.communication.places import Interpreter, find_places
+from search_spaces.communication.costs import as_sent, operation_bytes
 from search_spaces.communication.strategies import DEFAULT
 from search_spaces.partition_specs import axes_of, broadcast_specs, local_shape
 
@@ -35,7 +43,7 @@ class TracedLoss:
 
     jaxpr: core.ClosedJaxpr
     structure: Any
-    places: tuple[Place, ...]
+    call_sites: tuple[CallSite, ...]
     notes: tuple[str, ...]
     param_specs: tuple[PartitionSpec, ...]
     batch_specs: tuple[PartitionSpec, ...]
@@ -44,9 +52,9 @@ class TracedLoss:
     batch_avals: tuple[jax.ShapeDtypeStruct, ...]
 
     @property
-    def place_numbers(self) -> dict[Path, int]:
-        """The number of each place by its path."""
-        return {place.path: p for p, place in enumerate(self.places)}
+    def call_site_numbers(self) -> dict[Path, int]:
+        """The number of each call site by its path."""
+        return {call_site.path: c for c, call_site in enumerate(self.call_sites)}
 
     def loss(
         self,
@@ -57,8 +65,8 @@ class TracedLoss:
         at_alternatives: Callable[..., Any],
         at_custom_vjp: Callable[..., Any] | None = None,
     ) -> jax.Array:
-        """Returns this device's loss with other operations at its places (see `places.Interpreter`)."""
-        interpreter = Interpreter(self.place_numbers, at_collective, at_alternatives, at_custom_vjp)
+        """Returns this device's loss with other functions at its call sites (see `call_sites.Interpreter`)."""
+        interpreter = Interpreter(self.call_site_numbers, at_collective, at_alternatives, at_custom_vjp)
         return interpreter.run(self.jaxpr, jax.tree.leaves((params, batch)), key)[0]
 
 
@@ -87,11 +95,11 @@ def trace_loss(
             f"`loss_fn` uses a mesh axis {match[1]!r}, but `mesh_axes` has {tuple(mesh_axes)}; name it there."
         ) from error
     check_is_loss(out)
-    places, notes = find_places(jaxpr.jaxpr, mesh_axes)
+    call_sites, notes = find_call_sites(jaxpr.jaxpr, mesh_axes)
     return TracedLoss(
         jaxpr=jaxpr,
         structure=structure,
-        places=tuple(places),
+        call_sites=tuple(call_sites),
         notes=tuple(notes),
         param_specs=params_parts.specs,
         batch_specs=batch_parts.specs,
@@ -101,34 +109,38 @@ def trace_loss(
     )
 
 
-def find_sites(traced_loss: TracedLoss, mesh_axes: Mapping[str, int]) -> tuple[Site, ...]:
-    """Returns all sites of a loss: forward ones in program order, backward ones, then the gradients of parameters."""
-    places_with_gradients = _places_with_gradients(traced_loss, mesh_axes)
+def find_operations(traced_loss: TracedLoss, mesh_axes: Mapping[str, int]) -> tuple[Operation, ...]:
+    """Returns all operations of a loss: forward ones in program order, backward ones, then gradients of parameters."""
+    call_sites_with_gradients = _call_sites_with_gradients(traced_loss, mesh_axes)
     counts: Counter[str] = Counter()
-    sites = []
+    operations = []
     for direction in ("forward", "backward"):
-        for p, place in enumerate(traced_loss.places):
-            if direction == "forward" or (not place.is_alternatives and p in places_with_gradients):
-                sites.append(_site_at(traced_loss, p, direction, counts))
-    return *sites, *_gradient_sites(traced_loss, mesh_axes)
+        for c, call_site in enumerate(traced_loss.call_sites):
+            if direction == "forward" or (not call_site.is_alternatives and c in call_sites_with_gradients):
+                operations.append(_operation_at(traced_loss, c, direction, counts))
+    return *operations, *_gradient_operations(traced_loss, mesh_axes)
 
 
-def group_sites(
-    sites: Sequence[Site], strategies: Mapping[str, tuple[CollectiveStrategy, ...]], tie: Literal["type"] | None
+def group_operations(
+    operations: Sequence[Operation],
+    strategies: Mapping[str, tuple[CollectiveStrategy, ...]],
+    tie: Literal["type"] | None,
 ) -> tuple[Group, ...]:
-    """Groups sites by type, mesh axes and type of data (or each site by itself), with the strategies worth choosing.
+    """Groups operations by type, mesh axes and type of data (or each by itself), with the strategies worth choosing.
 
-    Sites of a type in several branches of alternatives share a strategy. Only one of these branches runs, so no choice
-    is lost; the predicted increase of the loss is measured in the first branch and stands for all.
+    Operations of a type in several branches of alternatives share a strategy. Only one of these branches runs, so no
+    choice is lost; the predicted increase of the loss is measured in the first branch and stands for all.
     """
     members: dict[Any, list[int]] = {}
-    for s, site in enumerate(sites):
-        members.setdefault((site.type, site.axes, site.labels, site.dtype) if tie else s, []).append(s)
+    for o, operation in enumerate(operations):
+        members.setdefault(
+            (operation.type, operation.axes, operation.labels, operation.dtype) if tie else o, []
+        ).append(o)
     groups: list[Group] = []
     num_of_name: Counter[str] = Counter()
     for numbers in members.values():
-        first = sites[numbers[0]]
-        options = () if first.is_alternatives else _worthwhile_strategies([sites[s] for s in numbers], strategies)
+        first = operations[numbers[0]]
+        options = () if first.is_alternatives else _worthwhile_strategies([operations[o] for o in numbers], strategies)
         names = first.labels or tuple(strategy.name for strategy in options)
         name = first.type if tie else first.name
         num_of_name[name] += 1
@@ -189,40 +201,42 @@ def _local_parts(label: str, tree: Any, prefix: Any, mesh_axes: Mapping[str, int
     return _Parts(tuple(specs), names, avals)
 
 
-def _site_at(traced_loss: TracedLoss, p: int, direction: Direction, counts: Counter[str]) -> Site:
-    """Returns the site of a place in a direction; `counts` numbers the sites of one name."""
-    place = traced_loss.places[p]
-    collective, shape = place.collective, place.shape
+def _operation_at(traced_loss: TracedLoss, c: int, direction: Direction, counts: Counter[str]) -> Operation:
+    """Returns the operation of a call site in a direction; `counts` numbers the operations of one name."""
+    call_site = traced_loss.call_sites[c]
+    collective, shape = call_site.collective, call_site.shape
     if collective is not None and direction == "backward":
         collective, shape = collective.transpose(), collective.result_shape(shape)
     kind = "alternatives" if collective is None else collective.kind
-    stem = "/".join(part for part in (place.stack, kind) if part)
+    stem = "/".join(part for part in (call_site.stack, kind) if part)
     counts[f"{stem} {direction}"] += 1
     number = counts[f"{stem} {direction}"]
-    return Site(
+    return Operation(
         name=f"{stem}{f' {number}' if number > 1 else ''} {direction}",
         kind=kind,
         direction=direction,
         axes=() if collective is None else collective.axes,
         shape=shape,
-        dtype=place.dtype,
+        dtype=call_site.dtype,
         type=f"{re.sub(r'[0-9]+', '*', stem)} {direction}",
-        trips=place.trips,
+        trips=call_site.trips,
         collective=collective,
-        place=p,
-        labels=place.labels,
-        branch=None if place.branch is None else (traced_loss.place_numbers[place.branch[0]], place.branch[1]),
+        call_site=c,
+        labels=call_site.labels,
+        branch=None
+        if call_site.branch is None
+        else (traced_loss.call_site_numbers[call_site.branch[0]], call_site.branch[1]),
     )
 
 
-def _gradient_sites(traced_loss: TracedLoss, mesh_axes: Mapping[str, int]) -> Iterator[Site]:
-    """Yields a site for each parameter whose gradient is summed: over the axes that do not split the parameter."""
+def _gradient_operations(traced_loss: TracedLoss, mesh_axes: Mapping[str, int]) -> Iterator[Operation]:
+    """Yields an operation for each parameter whose gradient is summed: over the axes that do not split it."""
     leaves = zip(traced_loss.param_names, traced_loss.param_avals, traced_loss.param_specs, strict=True)
     for leaf, (name, aval, spec) in enumerate(leaves):
         splitting = {axis for axes in axes_of(spec, len(aval.shape)) for axis in axes}
         axes = tuple(axis for axis, size in mesh_axes.items() if axis not in splitting and size > 1)
         if axes:
-            yield Site(
+            yield Operation(
                 name=f"{name} gradient",
                 kind="all_reduce",
                 direction="gradient",
@@ -237,57 +251,57 @@ def _gradient_sites(traced_loss: TracedLoss, mesh_axes: Mapping[str, int]) -> It
 
 
 def _worthwhile_strategies(
-    sites: Sequence[Site], strategies: Mapping[str, tuple[CollectiveStrategy, ...]]
+    operations: Sequence[Operation], strategies: Mapping[str, tuple[CollectiveStrategy, ...]]
 ) -> tuple[CollectiveStrategy, ...]:
     """Leaves out lossy strategies that save no time by what they send or when; for integers, all lossy strategies."""
-    options, sites = strategies[sites[0].direction], as_sent(sites)
+    options, operations = strategies[operations[0].direction], as_sent(operations)
     exact = [strategy for strategy in options if strategy.is_exact]
     if not exact:
         return options
-    if not jnp.issubdtype(sites[0].dtype, jnp.floating):
+    if not jnp.issubdtype(operations[0].dtype, jnp.floating):
         return tuple(exact)
-    exact_bytes = min(sum(site_bytes(site, strategy) for site in sites) for strategy in exact)
+    exact_bytes = min(sum(operation_bytes(operation, strategy) for operation in operations) for strategy in exact)
     return tuple(
         strategy
         for strategy in options
         if strategy.is_exact
-        or sum(site_bytes(site, strategy) for site in sites) < exact_bytes
-        or any(_is_hidden(site, strategy) for site in sites)
+        or sum(operation_bytes(operation, strategy) for operation in operations) < exact_bytes
+        or any(_is_hidden(operation, strategy) for operation in operations)
     )
 
 
-def _is_hidden(site: Site, strategy: CollectiveStrategy) -> bool:
+def _is_hidden(operation: Operation, strategy: CollectiveStrategy) -> bool:
     """Returns whether a strategy sends something while the device computes."""
-    assert site.collective is not None
-    return any(stage.hidden_s for stage in strategy.stages(site.collective, site.shape, site.dtype))
+    assert operation.collective is not None
+    return any(stage.hidden_s for stage in strategy.stages(operation.collective, operation.shape, operation.dtype))
 
 
-def _places_with_gradients(traced_loss: TracedLoss, mesh_axes: Mapping[str, int]) -> set[int]:
-    """Returns the places whose cotangents the gradients of parameters need.
+def _call_sites_with_gradients(traced_loss: TracedLoss, mesh_axes: Mapping[str, int]) -> set[int]:
+    """Returns the call sites whose cotangents the gradients of parameters need.
 
-    The backward pass is traced with a collective at each place that records its own transposition.
+    The backward pass is traced with a collective at each call site that records its own transposition.
     """
-    transposed_places: set[int] = set()
+    transposed_call_sites: set[int] = set()
 
-    def at_collective(p: int, x: jax.Array, key: jax.Array) -> jax.Array:
-        collective = traced_loss.places[p].collective
+    def at_collective(c: int, x: jax.Array, key: jax.Array) -> jax.Array:
+        collective = traced_loss.call_sites[c].collective
         assert collective is not None
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return run_exact(collective, x)
         op = jax.custom_vjp(partial(run_exact, collective))
 
-        def backward(p: int, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
-            transposed_places.add(p)
+        def backward(c: int, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+            transposed_call_sites.add(c)
             return (run_exact(collective.transpose(), cotangent),)
 
-        op.defvjp(lambda x: (run_exact(collective, x), None), partial(backward, p))
+        op.defvjp(lambda x: (run_exact(collective, x), None), partial(backward, c))
         return op(x)
 
-    def at_alternatives(p: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
+    def at_alternatives(c: int, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
         return jax.lax.switch(jax.lax.optimization_barrier(jnp.int32(0)), branches, *operands)
 
     def loss(params: Any, batch: Any) -> jax.Array:
         return traced_loss.loss(params, batch, jax.random.key(0), at_collective, at_alternatives)
 
     jax.make_jaxpr(jax.grad(loss), axis_env=list(mesh_axes.items()))(traced_loss.param_avals, traced_loss.batch_avals)
-    return transposed_places
+    return transposed_call_sites
