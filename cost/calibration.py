@@ -97,7 +97,7 @@ def _memory_bytes(mesh: Mesh) -> float:
     stats = own[0].memory_stats()
     if stats and stats.get("bytes_limit"):
         return float(stats["bytes_limit"])
-    # Emulated devices share the host's memory.
+    # Simulated devices share the host's memory.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(own)
 
 

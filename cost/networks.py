@@ -139,11 +139,11 @@ class TorusPod:
 
 @dataclass(frozen=True)
 class SharedProcessor:
-    """Emulated devices of one processor: all links are its memory, all devices share its rates.
+    """Simulated devices of one processor: all links are its memory, all devices share its rates.
 
     Attributes:
       bytes_per_s: at which a ring moves bytes through the memory.
-      num_devices: devices that are emulated; None where no link depends on it.
+      num_devices: devices that are simulated; None where no link depends on it.
     """
 
     bytes_per_s: float

@@ -251,7 +251,7 @@ _PRESETS: dict[str, tuple[Hardware, Network]] = {
         TorusPod(256, 16, 100 * _GB, 12.5 * _GB, launch_s=1e-6, hop_s=1e-6, network_hop_s=10e-6),
     ),
     # Two cores of an AMD EPYC 9005 with XLA's CPU backend, as `diffshard.hardware.calibrate` measures them on 8
-    # emulated devices (python -m experiments.calibration): the whole processor's rates, which they share.
+    # simulated devices (python -m experiments.calibration): the whole processor's rates, which they share.
     "cpu": (
         Hardware(
             "CPU, 2 cores",

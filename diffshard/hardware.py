@@ -48,7 +48,7 @@ def calibrate(
 ) -> Hardware:
     """Measures one device and the links of a mesh by running on it.
 
-    All devices work at the same time, as they do in a step, so what they share (the cores of emulated devices, a
+    All devices work at the same time, as they do in a step, so what they share (the cores of simulated devices, a
     host's memory) is shared in the result too. Takes seconds to a few minutes. With `jax.distributed` each process that
     owns devices of the mesh calls it with the same arguments, and all get what the first of them has measured.
 

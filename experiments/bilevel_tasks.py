@@ -1,4 +1,4 @@
-"""What the bilevel experiments train: small models on 2 x 4 emulated devices, on disjoint parts of real data."""
+"""What the bilevel experiments train: small models on 2 x 4 simulated devices, on disjoint parts of real data."""
 
 from collections.abc import Callable
 from functools import partial

@@ -2,10 +2,10 @@
 
     python -m experiments.last_gradient
 
-A small language model is trained on two emulated devices that each have half of the batch. The sum of its gradients may
-be exact, or that of the last step, which is sent while this step computes. The search trains both ways and takes the
-faster one whose validation loss is within the bound. Losses are measured; seconds are modelled, and the seconds of a
-step's computing are given.
+A small language model is trained on two simulated devices that each have half of the batch. The sum of its gradients
+may be exact, or that of the last step, which is sent while this step computes. The search trains both ways and takes
+the faster one whose validation loss is within the bound. Losses are measured; seconds are modelled, and the seconds of
+a step's computing are given.
 """
 
 import argparse

@@ -147,7 +147,7 @@ class LossySpace(SearchSpace[TrainingStep], Protocol):
     """A space whose strategies change a model's loss as well as its cost.
 
     Losses, gradients and predicted increases are pure functions that can be jitted; parameters and batches are whole
-    arrays. One device emulates the mesh until `on_mesh` moves the space onto real devices.
+    arrays. One device simulates the mesh until `on_mesh` moves the space onto real devices.
 
     Attributes:
       mesh_axes: the number of devices along each mesh axis.

@@ -96,7 +96,7 @@ def check_mesh(mesh: Any) -> None:
     if isinstance(mesh, jax.sharding.Mesh) and (count := len({d.process_index for d in mesh.devices.flat})) > 1:
         raise ValueError(
             f"`mesh` has devices of {count} processes, and `bilevel` runs in one. Search with an AbstractMesh of these "
-            "axes, which is emulated on one device, save the plan, and train with it in all processes."
+            "axes, which is simulated on one device, save the plan, and train with it in all processes."
         )
 
 

@@ -107,7 +107,7 @@ def bilevel(
         built already brings its own loss.
       mesh: with `formats` what the step is planned for. Else it names the axes that a function `space` builds for. On
         a `Mesh` of devices a `LossySpace` also runs there; without, and with an `AbstractMesh`, it runs as it is built:
-        emulated, on one device. A step with `formats` always trains on one device, which emulates them.
+        simulated, on one device. A step with `formats` always trains on one device, which emulates them.
       formats: the limit on the loss, the formats, and the `steps` of a look ahead, a few: these are differentiated
         through. Its `calls` and `increases` stay empty. None takes a `space`.
       space: a `search_spaces.base.LossySpace`; or a `SearchSpace` or a `Problem`, whose choice cannot change the loss,

@@ -78,7 +78,7 @@ def parts_of(models: Sequence[str], plans: Sequence[str]) -> list[Part]:
 def announcement(parts: Sequence[Part], settings: Settings, output: Path, limit_minutes: float) -> str:
     """Says what will be done, and how long that takes."""
     devices = (
-        f"{settings.host_devices} emulated devices of this processor" if settings.host_devices else "all GPUs here"
+        f"{settings.host_devices} simulated devices of this processor" if settings.host_devices else "all GPUs here"
     )
     runs = [part for part in parts if part.kind == "run"]
     models, plans = (list(dict.fromkeys(getattr(run, name) for run in runs)) for name in ("model", "plan"))
@@ -242,7 +242,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=_positive_minutes, default=15.0, help="minutes after which a part is stopped")
     parser.add_argument("--size", choices=("full", "small"), default="full")
     parser.add_argument(
-        "--host-devices", type=_number_of_devices, default=0, help="emulated devices of this processor, for a trial"
+        "--host-devices", type=_number_of_devices, default=0, help="simulated devices of this processor, for a trial"
     )
     return parser.parse_args(arguments)
 

@@ -59,7 +59,7 @@ class Settings:
 
     Attributes:
       mesh: such as "2x4"; empty for up to four devices along the inner axis.
-      host_devices: emulated devices of this machine's processor in place of JAX's devices; 0 for none.
+      host_devices: simulated devices of this machine's processor in place of JAX's devices; 0 for none.
       size: "full" for models as wide as real ones, "small" for tests.
       matrix_size, largest_bytes, repeats: as in `diffshard.hardware.calibrate`.
       rounds, steps: how many rounds there are, and how many steps each of them is the mean of.

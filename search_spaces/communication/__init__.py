@@ -43,7 +43,7 @@ are a fourth of that, and each block of 128 has a scale of 4 bytes; encoding the
 mlp/all_reduce forward 65536.0 66.5 µs
 mlp/all_reduce backward 16896.0 21.8 µs
 
-*What runs* is the loss with the chosen strategies instead of its collectives. One device emulates the mesh, until
+*What runs* is the loss with the chosen strategies instead of its collectives. One device simulates the mesh, until
 `space.on_mesh(mesh)` moves the space onto real devices.
 
 >>> step = jax.jit(space.decode([1, 0, 0]))
@@ -60,7 +60,7 @@ matrices over data gradient ['0e+00', '8e-07']
 
 The vocabulary is in `base.py`. `call_sites.py` finds the call sites of a loss and `operations.py` its operations and
 groups; `strategies.py` lists what can run there; collectives and codes are in `collectives.py`. `device_step.py` runs a
-selection on each device and `emulation.py` all devices on one. `costs.py` prices a choice, `loss_increases.py` predicts
-what errors do to the loss, and `space.py` puts all together. The folder `two_layers` has an expert layer and attention
-over a split sequence. They use `call_sites.alternatives`, a choice between functions.
+selection on each device and `simulated_spmd.py` all devices on one. `costs.py` prices a choice, `loss_increases.py`
+predicts what errors do to the loss, and `space.py` puts all together. The folder `two_layers` has an expert layer and
+attention over a split sequence. They use `call_sites.alternatives`, a choice between functions.
 """

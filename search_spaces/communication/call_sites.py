@@ -101,7 +101,7 @@ def _walk(
         else:
             if equation.params.get("axis_index_groups") is not None:
                 raise ValueError(
-                    f"`loss_fn` has a {name} with `axis_index_groups` in {scope or 'the function'}, which an emulated "
+                    f"`loss_fn` has a {name} with `axis_index_groups` in {scope or 'the function'}, which a simulated "
                     f"mesh cannot run; give the mesh an axis for these groups."
                 )
             collectives = collectives_of(equation, mesh_axes)

@@ -18,22 +18,22 @@ from search_spaces.base import Batch, Choice, LossAndGradients, Params, Part, Pe
 from search_spaces.communication.base import CollectiveStrategy, Operation
 from search_spaces.communication.costs import GroupCosts, explain, group_costs, group_seconds, operation_bytes
 from search_spaces.communication.device_step import DeviceStep, choice_as_indices
-from search_spaces.communication.emulation import (
+from search_spaces.communication.operations import checked_strategies, find_operations, group_operations, trace_loss
+from search_spaces.communication.simulated_spmd import (
     OneDeviceCheck,
     OneDeviceLoss,
     WholeStep,
-    emulate,
     largest_epsilon,
     on_devices,
+    simulate,
 )
-from search_spaces.communication.operations import checked_strategies, find_operations, group_operations, trace_loss
 from search_spaces.communication.strategies import DEFAULT, Exact, LastGradient
 
 
 class CommunicationSpace:
     """A loss, written as every device computes it, with a choice of strategies at each of its collectives.
 
-    The training loss is the mean of `loss_fn` over all devices. Everything runs on one device that emulates the mesh
+    The training loss is the mean of `loss_fn` over all devices. Everything runs on one device that simulates the mesh
     until `on_mesh` moves it onto real ones; the numbers are the same.
 
     Example, with hidden units split over the axis "model" and rows over "data"::
@@ -117,7 +117,7 @@ class CommunicationSpace:
             axes=tuple(mesh_axes),
             param_specs=jax.tree.unflatten(params_structure, self._traced_loss.param_specs),
             batch_specs=jax.tree.unflatten(batch_structure, self._traced_loss.batch_specs),
-            run=partial(emulate, mesh_axes=self.mesh_axes),
+            run=partial(simulate, mesh_axes=self.mesh_axes),
         )
         self._one_device = OneDeviceCheck(
             loss_fn,

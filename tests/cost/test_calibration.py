@@ -1,4 +1,4 @@
-"""A real measurement of emulated devices."""
+"""A real measurement of simulated devices."""
 
 import jax
 import numpy as np

@@ -39,7 +39,7 @@ def test_a_cluster_of_one_preset_has_the_links_of_the_preset():
     assert four == preset("v100", axes, devices_per_host=4)
 
 
-def test_a_device_of_an_emulated_host_has_its_part_of_the_processor_in_every_submesh():
+def test_a_device_of_a_simulated_host_has_its_part_of_the_processor_in_every_submesh():
     cluster = Cluster([Hosts(1, 8, "cpu")])
     assert cluster.hardware(0, {"x": 2}).memory_bytes == preset("cpu", {"x": 8}).memory_bytes
 

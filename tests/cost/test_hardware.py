@@ -210,7 +210,7 @@ def test_tpu_axis_that_closes_to_a_ring_is_twice_as_fast():
     assert 1 / across.s_per_byte == pytest.approx(3.125e9)
 
 
-def test_emulated_devices_share_the_processor():
+def test_simulated_devices_share_the_processor():
     one, eight = preset("cpu", {"x": 1}), preset("cpu", {"x": 2, "y": 4})
     assert eight.peak_flops_per_s("float32") == one.peak_flops_per_s("float32") / 8
     assert eight.memory_bytes == one.memory_bytes / 8

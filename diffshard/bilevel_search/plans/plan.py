@@ -58,8 +58,8 @@ class BilevelPlan(BilevelPlanData, FileRecord):
         Strategies are found by name, so that the space may be built anew and list others, in another order.
 
         Args:
-          space: the space that the plan was made for, or one that has its nodes and strategies. It emulates the mesh on
-            one device, unless it comes from `space.on_mesh(mesh)`.
+          space: the space that the plan was made for, or one that has its nodes and strategies. It simulates the mesh
+            on one device, unless it comes from `space.on_mesh(mesh)`.
           optimizer: of the parameters.
           num_steps: of the whole training; needed where it runs the exact choice for a share of it.
 

@@ -109,7 +109,7 @@ def test_a_loss_without_its_sum_is_refused_before_anything_trains():
         search.init(jax.random.key(1), _params(), _batch(0))
 
 
-def test_a_mesh_of_devices_gives_the_emulations_numbers():
+def test_a_mesh_of_devices_gives_the_simulations_numbers():
     abstract = jax.sharding.AbstractMesh(tuple(AXES.values()), tuple(AXES))
     real = jax.make_mesh(
         tuple(AXES.values()), tuple(AXES), (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4]

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from search_spaces.communication.base import INT8
 from search_spaces.communication.call_sites import Interpreter, find_call_sites
 from search_spaces.communication.collectives import run_exact
-from search_spaces.communication.emulation import emulate
+from search_spaces.communication.simulated_spmd import simulate
 from search_spaces.communication.strategies import Encode
 from tests.search_spaces.communication.small_communication import MESH, mesh, small_space
 
@@ -109,7 +109,7 @@ def test_each_trip_rounds_with_a_key_of_its_own():
     assert float(spread(jax.random.key(0))) != float(spread(jax.random.key(1)))
 
 
-def test_the_mesh_emulated_holds_what_no_axis_splits_once():
+def test_the_mesh_simulated_holds_what_no_axis_splits_once():
     shapes = []
 
     def local(whole, rows):
@@ -118,9 +118,9 @@ def test_the_mesh_emulated_holds_what_no_axis_splits_once():
 
     specs = (P(), P("data"))
     whole, rows = jnp.ones((4, 3)), X
-    emulated = emulate(local, MESH, specs, (P("data"), P(("data", "model"))))
-    jaxpr = jax.make_jaxpr(emulated)(whole, rows)
+    simulated = simulate(local, MESH, specs, (P("data"), P(("data", "model"))))
+    jaxpr = jax.make_jaxpr(simulated)(whole, rows)
     assert shapes == [((4, 3), (4, 4))]
     product = next(e for e in jaxpr.eqns if e.primitive.name == "dot_general")
     assert sorted(v.aval.size for v in product.invars) == [12, 32]
-    np.testing.assert_allclose(emulated(whole, rows)[0], rows @ whole, rtol=1e-6)
+    np.testing.assert_allclose(simulated(whole, rows)[0], rows @ whole, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""Collectives: emulated as on a mesh, encoded as exact, what travels as what is counted."""
+"""Collectives: simulated as on a mesh, encoded as exact, what travels as what is counted."""
 
 from math import prod
 
@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from search_spaces.communication.base import FLOAT32, INT4, INT8, CollectiveOp
 from search_spaces.communication.collectives import run_encoded, run_exact
-from search_spaces.communication.emulation import emulate
+from search_spaces.communication.simulated_spmd import simulate
 from search_spaces.communication.strategies import stages_of
 
 MESH = {"data": 2, "model": 4}
@@ -44,12 +44,12 @@ def _on_devices(fn, x, on_mesh=False):
         mesh = jax.make_mesh((2, 4), BOTH, axis_types=(AxisType.Auto,) * 2)
         run = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     else:
-        run = emulate(local, MESH, in_specs, out_specs)
+        run = simulate(local, MESH, in_specs, out_specs)
     return jax.tree.map(np.asarray, jax.jit(run)(x, jax.random.key(0)))
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES, ids=IDS)
-def test_emulated_and_encoded_results(collective):
+def test_simulated_and_encoded_results(collective):
     precisions = (FLOAT32, INT8, INT4.stochastic)
 
     def all_of_them(x, key):
@@ -58,10 +58,10 @@ def test_emulated_and_encoded_results(collective):
     results = _on_devices(all_of_them, NUMBERS)
     exact, *encoded = results
     assert exact.shape[1:] == collective.result_shape(SHAPE)
-    for emulated, real in zip(
+    for simulated, real in zip(
         jax.tree.leaves(results), jax.tree.leaves(_on_devices(all_of_them, NUMBERS, True)), strict=True
     ):
-        np.testing.assert_allclose(emulated, real, rtol=0, atol=1e-6)  # one ulp of the sums of eight
+        np.testing.assert_allclose(simulated, real, rtol=0, atol=1e-6)  # one ulp of the sums of eight
     # Each addend is off by at most half a step (a whole one if stochastic), and each sum once more for each axis.
     summed = collective.num_devices if collective.kind in ("all_reduce", "reduce_scatter") else 1
     largest = float(jnp.abs(NUMBERS).max()) * summed

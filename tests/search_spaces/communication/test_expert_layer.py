@@ -1,4 +1,4 @@
-"""The expert layer: routed as by hand, on a mesh as emulated, and priced by the capacity that is chosen."""
+"""The expert layer: routed as by hand, on a mesh as simulated, and priced by the capacity that is chosen."""
 
 import itertools
 import math
@@ -117,13 +117,13 @@ def test_each_capacity_has_the_gradients_of_one_device(on_mesh):
 def test_a_mixture_of_capacities_with_lossy_sites_on_a_mesh():
     weights = [jnp.array([0.5, 0.3, 0.2]) if g == CAPACITY else jnp.eye(len(group.names))[1]
                for g, group in enumerate(SPACE.groups)]  # fmt: skip
-    emulated, real = (
+    simulated, real = (
         jax.jit(jax.value_and_grad(lambda w, space=space: space.loss(PARAMS, BATCH, w, KEY)))(weights)
         for space in (SPACE, SPACE.on_mesh(mesh()))
     )
-    assert float(emulated[0]) == pytest.approx(float(real[0]), rel=1e-5)
-    np.testing.assert_allclose(emulated[1][CAPACITY], real[1][CAPACITY], rtol=1e-3)
-    assert len(set(np.asarray(emulated[1][CAPACITY]).tolist())) == 3
+    assert float(simulated[0]) == pytest.approx(float(real[0]), rel=1e-5)
+    np.testing.assert_allclose(simulated[1][CAPACITY], real[1][CAPACITY], rtol=1e-3)
+    assert len(set(np.asarray(simulated[1][CAPACITY]).tolist())) == 3
 
 
 def test_each_capacity_sends_its_own_bytes():

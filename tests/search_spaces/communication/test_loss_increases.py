@@ -1,4 +1,4 @@
-"""Predicted increases of the loss: known errors by hand, on a mesh as emulated, in loops and in branches."""
+"""Predicted increases of the loss: known errors by hand, on a mesh as simulated, in loops and in branches."""
 
 import jax
 import jax.numpy as jnp
@@ -94,9 +94,9 @@ def test_increases_of_narrow_parameters_are_about_those_of_wide_ones():
 
 
 def test_increases_on_a_mesh_and_in_loops():
-    emulated = jax.jit(lambda p: SPACE.loss_increases(p, BATCH, KEY))(PARAMS)
+    simulated = jax.jit(lambda p: SPACE.loss_increases(p, BATCH, KEY))(PARAMS)
     real = jax.jit(lambda p: SPACE.on_mesh(mesh()).loss_increases(p, BATCH, KEY))(PARAMS)
-    for a, b in zip(emulated, real, strict=True):
+    for a, b in zip(simulated, real, strict=True):
         np.testing.assert_allclose(a, b, rtol=0.02)
         assert a[0] == 0
         assert (a[1:] > 0).all()
@@ -120,9 +120,9 @@ def test_increases_of_exchanges_in_a_row_are_those_on_the_mesh(split_rows: bool)
     rows = P("data") if split_rows else P()
     strategies = {direction: STRATEGIES[direction][:2] for direction in STRATEGIES}
     space = small_space(loss, params, batch, {"w": P("model"), "e": P()}, rows, strategies=strategies)
-    emulated = jax.jit(lambda p: space.loss_increases(p, batch, KEY))(params)
+    simulated = jax.jit(lambda p: space.loss_increases(p, batch, KEY))(params)
     real = jax.jit(lambda p: space.on_mesh(mesh()).loss_increases(p, batch, KEY))(params)
-    for group, a, b in zip(space.groups, emulated, real, strict=True):
+    for group, a, b in zip(space.groups, simulated, real, strict=True):
         np.testing.assert_allclose(a, b, rtol=0.05)
         assert (a[1:] > 0).all(), group.name
 

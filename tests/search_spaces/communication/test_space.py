@@ -1,4 +1,4 @@
-"""What runs: operations, groups, gradients as on one device, emulated as on a mesh, residuals, mixtures, schedules."""
+"""What runs: operations, groups, gradients as on one device, simulated as on a mesh, residuals, mixtures, schedules."""
 
 import jax
 import jax.numpy as jnp
@@ -94,12 +94,12 @@ def test_shapes_are_enough_and_random_keys_may_be_data():
 
 
 @pytest.mark.parametrize("choice", [(1, 1, 1, 1), (1, 0, 2, 3)])
-def test_emulation_is_the_mesh(choice):
+def test_simulation_is_the_mesh(choice):
     """Sums in another order differ by an ulp, which rounding makes a code's step for a few numbers."""
-    emulated, real = run_step(SPACE, choice), run_step(SPACE.on_mesh(mesh()), choice)
-    assert float(emulated[0]) == pytest.approx(float(real[0]), rel=1e-5)
+    simulated, real = run_step(SPACE, choice), run_step(SPACE.on_mesh(mesh()), choice)
+    assert float(simulated[0]) == pytest.approx(float(real[0]), rel=1e-5)
     exact = run_step(SPACE, (0, 0, 0, 0))
-    for a, b, e in zip(*map(jax.tree.leaves, (emulated[1], real[1], exact[1])), strict=True):
+    for a, b, e in zip(*map(jax.tree.leaves, (simulated[1], real[1], exact[1])), strict=True):
         assert np.mean(np.abs(a - b) > 1e-6) < 0.02
         assert np.abs(a - b).max() < 0.02 * np.abs(e).max()
         assert np.abs(a - e).max() > 1e-5  # lossy indeed

@@ -1,4 +1,4 @@
-"""Attention over a split sequence: as unsplit attention with a mask, on a mesh as emulated, priced by its window."""
+"""Attention over a split sequence: as unsplit attention with a mask, on a mesh as simulated, priced by its window."""
 
 import itertools
 
@@ -87,13 +87,13 @@ def test_without_windows_the_whole_is_no_choice():
 def test_a_mixture_of_windows_with_lossy_sites_on_a_mesh():
     weights = [jnp.array([0.3, 0.3, 0.2, 0.1, 0.1]) if g == WINDOW else jnp.eye(len(group.names))[1]
                for g, group in enumerate(SPACE.groups)]  # fmt: skip
-    emulated, real = (
+    simulated, real = (
         jax.jit(jax.value_and_grad(lambda w, space=space: space.loss(PARAMS, BATCH, w, KEY)))(weights)
         for space in (SPACE, SPACE.on_mesh(mesh()))
     )
-    assert float(emulated[0]) == pytest.approx(float(real[0]), rel=1e-5)
-    np.testing.assert_allclose(emulated[1][WINDOW], real[1][WINDOW], rtol=1e-3)
-    assert len(set(np.asarray(emulated[1][WINDOW]).round(6).tolist())) >= 4
+    assert float(simulated[0]) == pytest.approx(float(real[0]), rel=1e-5)
+    np.testing.assert_allclose(simulated[1][WINDOW], real[1][WINDOW], rtol=1e-3)
+    assert len(set(np.asarray(simulated[1][WINDOW]).round(6).tolist())) >= 4
 
 
 def test_each_window_sends_its_own_blocks():

@@ -1,4 +1,4 @@
-"""Training with a plan: emulated, on a mesh, through a searched sharding plan, and over a saved state."""
+"""Training with a plan: simulated, on a mesh, through a searched sharding plan, and over a saved state."""
 
 import jax
 import jax.numpy as jnp
@@ -54,12 +54,12 @@ def _assert_close(one: TrainingState, other: TrainingState, *, rtol: float, atol
 
 @pytest.mark.filterwarnings("ignore::diffshard.plans.WholeWorkWarning")  # explicit reshards have no rule
 @pytest.mark.parametrize(("exact_share", "axis_type"), [(0.0, AxisType.Auto), (0.5, AxisType.Explicit)])
-def test_a_mesh_and_a_searched_step_give_the_emulations_numbers(exact_share, axis_type):
+def test_a_mesh_and_a_searched_step_give_the_simulations_numbers(exact_share, axis_type):
     plan, mesh = proposed_plan()._replace(exact_share=exact_share), jax.make_mesh((2, 4), tuple(MESH), (axis_type,) * 2)
-    emulated = plan.training(small_space(), OPTIMIZER, num_steps=4)
+    simulated = plan.training(small_space(), OPTIMIZER, num_steps=4)
     placed = plan.training(small_space().on_mesh(mesh), OPTIMIZER, num_steps=4)
     searched = diffshard.search(placed.step, mesh, hardware=HARDWARE)
-    state, losses = _trained(emulated, jax.jit(emulated.step), 4)
+    state, losses = _trained(simulated, jax.jit(simulated.step), 4)
     on_mesh, mesh_losses = _trained(placed, jax.jit(placed.step), 4)
     through_search, search_losses = _trained(placed, searched, 4)
     # A code of int8 rounds to the other side here and there, where a sum differs in its last bit.

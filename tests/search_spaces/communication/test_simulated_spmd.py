@@ -1,4 +1,4 @@
-"""The emulation of a mesh beside a computation by hand of what each device has, for all ways to split an array."""
+"""The simulation of a mesh beside a computation by hand of what each device has, for all ways to split an array."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from search_spaces.communication.emulation import emulate
+from search_spaces.communication.simulated_spmd import simulate
 
 AXES = {"x": 2, "y": 3, "z": 2}
 SHAPE = (12, 24)
@@ -51,7 +51,7 @@ def test_every_device_has_its_block_of_an_array():
         def fn(block, used=used, number_of_device=number_of_device):
             return block + number_of_device(), (lax.psum(block.sum(), used) if used else block.sum())
 
-        marked, total = jax.jit(emulate(fn, AXES, (spec,), (spec, P())))(x)
+        marked, total = jax.jit(simulate(fn, AXES, (spec,), (spec, P())))(x)
         expected = np.zeros(SHAPE)
         for at, slices in blocks(spec):
             number = sum(1000 * 10**i * at[axis] for i, axis in enumerate(AXES) if axis in used)
@@ -65,16 +65,16 @@ def test_results_of_axes_that_do_not_split_them_are_the_first_devices():
         return block + 10 * lax.axis_index("y") + 100 * lax.axis_index("x")
 
     x = np.zeros(6, np.float32)
-    run = emulate(fn, AXES, (P("y"),), P("y"))  # "x" and "z" do not split: their devices of index 0 count
+    run = simulate(fn, AXES, (P("y"),), P("y"))  # "x" and "z" do not split: their devices of index 0 count
     np.testing.assert_array_equal(run(x), np.repeat([0, 10, 20], 2))
-    run = emulate(fn, AXES, (P(),), P(("x", "y")))
+    run = simulate(fn, AXES, (P(),), P(("x", "y")))
     firsts = [0, 10, 20, 100, 110, 120]
     np.testing.assert_array_equal(run(np.zeros(1, np.float32)), firsts)
 
 
 def test_specs_may_be_prefixes_of_arguments_and_results():
     tree = {"a": np.arange(4.0, dtype=np.float32), "b": [np.arange(8.0, dtype=np.float32)]}
-    run = emulate(
+    run = simulate(
         lambda tree, n: jax.tree.map(lambda leaf: leaf * n + lax.axis_index("z"), tree), AXES, (P("z"), P()), P("z")
     )
     found = run(tree, 3.0)
@@ -91,4 +91,4 @@ def test_gathers_along_axes_join_blocks_in_the_order_of_the_spec():
                 block = lax.all_gather(block, axis, tiled=True)
             return block
 
-        np.testing.assert_array_equal(emulate(fn, AXES, (P(axes),), P())(x), x)
+        np.testing.assert_array_equal(simulate(fn, AXES, (P(axes),), P())(x), x)

@@ -1,6 +1,6 @@
-"""Runs a training step on whole arrays: on one device that emulates a mesh, or on the devices of a real one.
+"""Runs a training step on whole arrays: on one device that simulates a mesh, or on the devices of a real one.
 
-The emulation is one `jax.vmap` for each mesh axis, with the axis's name: collectives of `jax.lax` find the name there
+Simulated SPMD is one `jax.vmap` for each mesh axis, with the axis's name: collectives of `jax.lax` find the name there
 as they find it in `jax.shard_map`.
 
 The loss of many devices is compared with the loss of one, before anything trains. A loss that is written for each
@@ -34,7 +34,7 @@ class WholeStep:
     Attributes:
       param_specs: for each parameter how the mesh splits it, as the parameters.
       batch_specs: for each array of the batch how the mesh splits it, as the batch.
-      run: `run(fn, in_specs=..., out_specs=...)` returns a function of whole arrays: `emulate` or `on_devices`.
+      run: `run(fn, in_specs=..., out_specs=...)` returns a function of whole arrays: `simulate` or `on_devices`.
     """
 
     device: DeviceStep
@@ -62,7 +62,7 @@ class WholeStep:
             loss, (of_params, of_weights) = jax.value_and_grad(local, (0, 1))(params, weights, batch, *others)
             return lax.psum((loss, of_weights), self.axes), self.device.sum_gradients(of_params)
 
-        # The gradient is taken on the devices: from outside, an emulated device's backward pass has no axes.
+        # The gradient is taken on the devices: from outside, a simulated device's backward pass has no axes.
         @jax.custom_vjp
         def total(params: Any, weights: Any, others: Any) -> jax.Array:
             return self.run(value, in_specs=in_specs, out_specs=_WHOLE)(params, others[0], weights, *others[1:])
@@ -120,7 +120,7 @@ class WholeStep:
         return run(params, batch, validation, step_sizes, direction, key, jnp.asarray(step))
 
 
-def emulate(
+def simulate(
     fn: Callable[..., Any], mesh_axes: Mapping[str, int], in_specs: Sequence[Any], out_specs: Any
 ) -> Callable[..., Any]:
     """Returns what `jax.shard_map(fn, ..., check_vma=False)` returns, a function of whole arrays, for one device.
@@ -260,7 +260,7 @@ class OneDeviceCheck:
         def mean(params: Params, batch: Batch) -> jax.Array:
             return lax.pmean(self.loss_fn(params, batch), tuple(mesh_axes))
 
-        return emulate(mean, mesh_axes, (self.param_specs, self.batch_specs), PartitionSpec())
+        return simulate(mean, mesh_axes, (self.param_specs, self.batch_specs), PartitionSpec())
 
     def _is_same(self, loss: float, expected: float) -> bool:
         if not math.isfinite(loss) or not math.isfinite(expected):
