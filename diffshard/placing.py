@@ -1,6 +1,7 @@
 """`place`: puts the layers of a chain on devices, with the solvers of everything else, or on pipeline stages.
 
-Pipelines are divided by the programme that divides functions into stages, with one device for each stage, in order.
+Pipelines are divided by the dynamic program that divides functions into stages, with one device for each stage, in
+order.
 """
 
 import time
@@ -15,7 +16,7 @@ from cost.base import Problem
 from cost.evaluation import evaluate
 from cost.real_numbers import Amount, AmountOrInf, AnyNumber, Index
 from diffshard.base import Proposal, Solver
-from diffshard.pipelines.stage_programme import Submesh, least_sum_and_slowest
+from diffshard.pipelines.stage_dynamic_program import Submesh, least_sum_and_slowest
 from diffshard.plans.documents import PLACEMENT, RecordFile
 from diffshard.plans.plan_record import History, PlanRecord, check_certificate
 from diffshard.plans.printing import format_bytes, format_count, format_s, format_table
@@ -115,7 +116,7 @@ def place(
       layer_bytes: `[L]`, what each layer holds.
       memory_limit_bytes: of each device, a number or `[D]`.
       **options: of the solver; without one it is "gradient" without micro-batches, and for pipelines an exact dynamic
-        programme.
+        dynamic program.
 
     Raises:
       ValueError: sizes that do not fit, negative or NaN numbers, a memory limit without `layer_bytes`, fewer
@@ -131,7 +132,7 @@ def place(
     )
     solver, reduce = options.get("solver"), presolve
     if solver is None and num_microbatches is not None:
-        solver, reduce = _programme(space, num_microbatches), identity
+        solver, reduce = _dynamic_program(space, num_microbatches), identity
     own: Any = {**options, "solver": "gradient" if solver is None else solver}
     solution = solve(space.problem, **own, reduce=reduce)
     placement = space.decode(solution.choice)
@@ -149,8 +150,8 @@ def place(
     )
 
 
-def _programme(space: PlacementSpace, num_microbatches: int) -> Solver:
-    """Returns the solver that divides the layers of a space into stages by the dynamic programme of pipelines.
+def _dynamic_program(space: PlacementSpace, num_microbatches: int) -> Solver:
+    """Returns the solver that divides the layers of a space into stages by the dynamic program of pipelines.
 
     Stages go to the devices in order, so that the number of stages from one to the last says which device it has. All
     devices are used, so that the transfers between them are the same for every division.

@@ -2,7 +2,7 @@
 
     python -m experiments.layer_gaps [--nodes 80 1000]
 
-The ascent converges to the optimum of a linear programme, which HiGHS solves here. Small problems are solved
+The ascent converges to the optimum of a linear program, which HiGHS solves here. Small problems are solved
 exactly, too. The last column leaves the memory limit out and adds what memory costs at the last prices to the nodes
 instead. What lies between a plan and the bound there is not due to the limit: it is due to cycles, and to what the
 search misses. Needs the extra `exact`.
@@ -21,7 +21,7 @@ from diffshard.solving.csr import to_csr, with_ceiling
 from diffshard.solving.dual.ascent import Ascent, cost_at_prices, credit
 from diffshard.solving.presolve.pipeline import presolve
 from diffshard.solving.solve import solve
-from diffshard.solving.solvers._programme import window
+from diffshard.solving.solvers._mixed_integer_program import window
 from experiments.layered import layered_problem
 from experiments.solver_variants import SHORT_SEARCH
 from experiments.tables import print_table
@@ -32,16 +32,16 @@ _EXACT_LIMIT_S = 300.0
 
 
 def relaxed_optimum(problem: Problem) -> float:
-    """Returns the optimum of the linear programme that bounds the dual, by HiGHS's interior points."""
+    """Returns the optimum of the linear program that bounds the dual, by HiGHS's interior points."""
     reduction = presolve(problem)
     here = window(reduction.problem, math.inf)
     if here is None:
         return math.inf
-    programme, rows = here.programme, here.programme.rows.tocsr()
+    program, rows = here.program, here.program.rows.tocsr()
     model = highspy.HighsLp()
     model.num_row_, model.num_col_ = rows.shape
-    model.col_cost_, model.col_lower_, model.col_upper_ = programme.cost, programme.column_lower, programme.column_upper
-    model.row_lower_, model.row_upper_ = programme.lower, programme.upper
+    model.col_cost_, model.col_lower_, model.col_upper_ = program.cost, program.column_lower, program.column_upper
+    model.row_lower_, model.row_upper_ = program.lower, program.upper
     model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     model.a_matrix_.start_, model.a_matrix_.index_, model.a_matrix_.value_ = rows.indptr, rows.indices, rows.data
     highs = highspy.Highs()
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{gap_at_prices(problem, ascents[-1]):.1%}",
         ))  # fmt: skip
     sweeps = tuple(f"{count} sweeps" for count in _NUM_SWEEPS)
-    columns = ("nodes", "plan", "optimum", *sweeps, "linear programme", "gap at prices, no limit")
+    columns = ("nodes", "plan", "optimum", *sweeps, "linear program", "gap at prices, no limit")
     print_table("Bounds as shares of the short search's plan", columns, rows)
 
 

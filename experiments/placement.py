@@ -1,8 +1,8 @@
 """Layers on devices and on pipeline stages: solvers against known optima.
 
-    python -m experiments.placement [--solvers programme gradient exact mcmc] [--quick]
+    python -m experiments.placement [--solvers dynamic-program gradient exact mcmc] [--quick]
 
-"programme" is the dynamic programme that `place` takes for pipelines.
+"dynamic-program" is the one that `place` takes for pipelines.
 """
 
 import argparse
@@ -51,16 +51,16 @@ PIPELINES = tuple(
 )
 
 
-PROGRAMME = "programme"
+DYNAMIC_PROGRAM = "dynamic-program"
 
 
 def place_case(case: Case, solver: str, time_limit_s: float | None = None) -> Placement:
-    """Places the layers of a case by a solver; "programme" is for pipelines."""
+    """Places the layers of a case by a solver; "dynamic-program" is for pipelines."""
     return place(
         case.layer_times,
         case.transfer,
         num_microbatches=case.num_microbatches,
-        solver=None if solver == PROGRAMME else solver,
+        solver=None if solver == DYNAMIC_PROGRAM else solver,
         time_limit_s=time_limit_s,
     )
 
@@ -68,13 +68,13 @@ def place_case(case: Case, solver: str, time_limit_s: float | None = None) -> Pl
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--solvers", nargs="+", default=[PROGRAMME, "gradient", "exact", "mcmc"])
+    parser.add_argument("--solvers", nargs="+", default=[DYNAMIC_PROGRAM, "gradient", "exact", "mcmc"])
     parser.add_argument("--quick", action="store_true", help="the two smallest cases")
     options = parser.parse_args(arguments)
     rows = []
     for case in (WORKED, *PIPELINES)[: 2 if options.quick else None]:
         for solver in options.solvers:
-            if solver == PROGRAMME and case.num_microbatches is None:
+            if solver == DYNAMIC_PROGRAM and case.num_microbatches is None:
                 continue
             start = time.perf_counter()
             result = place_case(case, solver)

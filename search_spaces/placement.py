@@ -9,7 +9,7 @@ one for every edge, and what each device computes is a load: the cost takes the 
 Letters for sizes: L layers, D devices, B micro-batches. An assignment matrix X `[L, D]` has a row of weights for each
 layer.
 
-`diffshard.pipelines.place` divides pipelines by the dynamic programme of `diffshard.pipelines`; as a problem they are
+`diffshard.pipelines.place` divides pipelines by the dynamic program of `diffshard.pipelines`; as a problem they are
 for all other solvers, and for the price of any division.
 
 Source: for the pipeline, the synchronous 1F1B schedule of Narayanan et al. (2021).

@@ -139,7 +139,7 @@ def assignment_bound_s(expert_flops: np.ndarray, flops_per_s: np.ndarray, capaci
     speeds = flops_per_s[capacity > 0]
     bound = max(expert_flops.sum() / speeds.sum(), expert_flops.max() / speeds.max())
     if _num_variables(expert_flops, flops_per_s) <= _MOST_RELAXED_VARIABLES:
-        bound = max(bound, _programme(expert_flops, flops_per_s, capacity, integral=False)[1])
+        bound = max(bound, _integer_program(expert_flops, flops_per_s, capacity, integral=False)[1])
     return float(bound)
 
 
@@ -147,7 +147,7 @@ def _by_highs(works: np.ndarray, speeds: np.ndarray, room: np.ndarray) -> tuple[
     """Returns an assignment by HiGHS and its bound in seconds; None and 0 where that would take long."""
     if _num_variables(works, speeds) > _MOST_EXACT_VARIABLES:
         return None, 0.0
-    counts, bound_s = _programme(works, speeds, room, integral=True)
+    counts, bound_s = _integer_program(works, speeds, room, integral=True)
     if counts is None:
         return None, bound_s
     worker = np.empty(len(works), np.int64)
@@ -160,7 +160,7 @@ def _num_variables(works: np.ndarray, speeds: np.ndarray) -> int:
     return len(np.unique(works)) * len(speeds)
 
 
-def _programme(
+def _integer_program(
     works: np.ndarray, speeds: np.ndarray, room: np.ndarray, *, integral: bool
 ) -> tuple[np.ndarray | None, float]:
     """Minimises the makespan over how many experts of each kind are on each worker; equal experts are of one kind.

@@ -17,7 +17,7 @@ from diffshard.base import PlanError
 from diffshard.pipelines.cutting import UncutStep
 from diffshard.pipelines.options import PipelineOptions
 from diffshard.pipelines.plans.base import Decision, PipelinePlanData
-from diffshard.pipelines.stage_programme import Stage
+from diffshard.pipelines.stage_dynamic_program import Stage
 from diffshard.pipelines.stage_search import StageLayout
 from diffshard.plans.documents import DAMAGE
 from diffshard.plans.json_values import from_json_values, to_json_values

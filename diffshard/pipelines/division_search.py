@@ -1,8 +1,8 @@
-"""The search for stages: a dynamic programme whose entries the sharding search solves where they matter.
+"""The search for stages: a dynamic program whose entries the sharding search solves where they matter.
 
 An entry is a stage of some layers on some submesh that keeps some micro-batches. It is solved only when it lies on the
 best path; before, it is estimated as the sum of what its layers take at least times what solved entries on such
-submeshes take longer. The programme over lower bounds (the solver's where an entry is solved, that sum elsewhere)
+submeshes take longer. The dynamic program over lower bounds (the solver's where an entry is solved, that sum elsewhere)
 bounds every division, mesh and sharding together. Parts of a cluster are searched alone as well, so that more devices
 do not lead to a slower pipeline.
 """
@@ -18,7 +18,7 @@ from cost.pipeline_schedules import Schedule, graph_of, kept_microbatches, split
 from cost.pipeline_steps import pipeline_step
 from cost.pipeline_times import StageTimes
 from diffshard.pipelines.layer_chain import LayerChain
-from diffshard.pipelines.stage_programme import (
+from diffshard.pipelines.stage_dynamic_program import (
     Division,
     Objective,
     Stage,

@@ -1,7 +1,7 @@
 """The search for stages on equal parts of a cluster, for schedules by which a device holds several stages.
 
 How many micro-batches a stage keeps depends on how many devices there are, not only on the stages after it. So each
-number of devices is a search of its own: all of them are alike, and a dynamic programme divides the layers so that the
+number of devices is a search of its own: all of them are alike, and a dynamic program divides the layers so that the
 slowest stage is the fastest. Stages are solved where they lie on the best path, as in `division_search`.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 from cost.clusters import Cluster, Submesh
 from cost.pipeline_schedules import Schedule, goes_round, graph_of, in_flight
 from diffshard.pipelines.division_search import DivisionSearch
-from diffshard.pipelines.stage_programme import Stage, best_division, step_objective
+from diffshard.pipelines.stage_dynamic_program import Stage, best_division, step_objective
 from diffshard.pipelines.stage_search import Entry, FoundDivision
 
 _MOST_ROUNDS = 10
@@ -95,7 +95,7 @@ class EvenDivisionSearch:
     def _estimated(self, p: int, kept: Sequence[int]) -> tuple[Stage, ...] | None:
         """Returns the division into stages on one kind of submesh that is estimated to be the fastest.
 
-        The dynamic programme makes the slowest stage as fast as possible. From there cuts are moved by a layer while a
+        The dynamic program makes the slowest stage as fast as possible. From there cuts are moved by a layer while a
         simulation gets faster: what counts is all stages of a device together, and the way through them.
         """
         divisions, size = self.divisions, len(kept)

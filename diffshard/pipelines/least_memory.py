@@ -1,9 +1,9 @@
 """The least memory that a pipeline needs, to say where nothing fits how far that is from fitting.
 
-A division of the layers needs as much as its stage that needs most. So the programme that divides layers finds the one
-that needs least, over what each stage needs at least. That is known of the stages whose problem was built; others need
-no less than their state, split over all their devices, or than fewer of their layers. Problems on the best path are
-built until it has no others.
+A division of the layers needs as much as its stage that needs most. So the dynamic program that divides layers finds
+the one that needs least, over what each stage needs at least. That is known of the stages whose problem was built;
+others need no less than their state, split over all their devices, or than fewer of their layers. Problems on the best
+path are built until it has no others.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from cost.pipeline_schedules import BY_STAGES_LEFT, Schedule, kept_microbatches
 from diffshard.base import InfeasibleError
 from diffshard.pipelines.options import PipelineOptions, memory_limit_of
 from diffshard.pipelines.plans.text import short_source
-from diffshard.pipelines.stage_programme import best_division, bottleneck_objective
+from diffshard.pipelines.stage_dynamic_program import best_division, bottleneck_objective
 from diffshard.pipelines.stage_search import Entry
 from diffshard.pipelines.step_search import StepSearch
 from diffshard.sharding_search.planning import lightest_choice
@@ -65,7 +65,7 @@ def least_need(searches: Sequence[StepSearch], is_over: Callable[[], bool]) -> P
 
 
 class _NeedSearch:
-    """The programme over what stages need, of a step in some number of micro-batches."""
+    """The dynamic program over what stages need, of a step in some number of micro-batches."""
 
     def __init__(self, search: StepSearch):
         self.search, self.divisions, size = search, search.divisions, len(search.chain)

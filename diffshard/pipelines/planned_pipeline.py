@@ -16,6 +16,7 @@ from diffshard.pipelines.delayed_gradients import DelayedStep
 from diffshard.pipelines.options import memory_limit_of, mesh_shape
 from diffshard.pipelines.plans.base import PipelinePlanData, PlannedReplica, PlannedStage
 from diffshard.pipelines.plans.consistency import simulated
+from diffshard.pipelines.stage_dynamic_program import Stage
 from diffshard.pipelines.stage_plans import (
     StagePlans,
     arguments_of,
@@ -24,7 +25,6 @@ from diffshard.pipelines.stage_plans import (
     split_bytes,
     stage_devices,
 )
-from diffshard.pipelines.stage_programme import Stage
 from diffshard.pipelines.stage_run import chosen_overlap, overlap_bytes
 from diffshard.pipelines.stage_search import Entry, StageLayout
 from diffshard.pipelines.stage_variants import StageVariants, with_choices

@@ -21,8 +21,8 @@ from cost.pipeline_times import StageTimes, balanced_microbatches, simulate
 from diffshard.base import InfeasibleError
 from diffshard.pipelines.even_division import even_submeshes
 from diffshard.pipelines.options import PipelineOptions, mesh_shape
+from diffshard.pipelines.stage_dynamic_program import Stage
 from diffshard.pipelines.stage_plans import sends_s
-from diffshard.pipelines.stage_programme import Stage
 from diffshard.pipelines.stage_search import BACKWARD_SHARE, FoundDivision, StageLayout
 from diffshard.pipelines.stage_variants import StageVariants
 from diffshard.pipelines.step_search import StepSearch
@@ -167,7 +167,7 @@ def replicas_bound_s(search: StepSearch) -> float:
 
     Each layer of each micro-batch runs on devices of some kind and takes at least the least device-seconds of any
     submesh of that kind. A kind has as many device-seconds as devices in each second. So the least time in which the
-    layers, divided between kinds at will, fit these is a bound; it is the value of a linear programme.
+    layers, divided between kinds at will, fit these is a bound; it is the value of a linear program.
     """
     devices, least = _device_seconds(search)
     kinds, layers = len(devices), len(least[0])

@@ -17,8 +17,8 @@ from cost.evaluation import evaluate
 from cost.memory import least_memory
 from diffshard.base import InfeasibleError
 from diffshard.pipelines.options import STAGE_AXES
+from diffshard.pipelines.stage_dynamic_program import Stage
 from diffshard.pipelines.stage_function import StageFunction, weigh
-from diffshard.pipelines.stage_programme import Stage
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.planning import fastest_choice
 from diffshard.sharding_search.request import PlanRequest

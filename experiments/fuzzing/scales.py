@@ -17,7 +17,7 @@ from diffshard.base import Proposal
 from diffshard.solving.form import identity
 from diffshard.solving.solve import solve
 from diffshard.solving.solvers import exact, greedy
-from diffshard.solving.solvers._programme import Programme
+from diffshard.solving.solvers._mixed_integer_program import MixedIntegerProgram
 from diffshard.solving.solvers.exact import Answer, HighsProcess
 from experiments.fuzzing.outcomes import HELD, error_outcome
 from experiments.fuzzing.problems import false_claim, random_problem
@@ -26,14 +26,14 @@ _NUMBERS = ("mixed", "mixed signs", "near ties", "large", "fractions")
 
 
 class SharedProcess(HighsProcess):
-    """One HiGHS for many cases, which saves the time of starting it; every programme is solved to its end."""
+    """One HiGHS for many cases, which saves the time of starting it; every program is solved to its end."""
 
     def __exit__(self, *error: object) -> None:
         pass
 
-    def answers(self, programme: Programme, options: dict) -> list[Answer]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def answers(self, program: MixedIntegerProgram, options: dict) -> list[Answer]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Returns all answers."""
-        return list(super().answers(programme, options))
+        return list(super().answers(program, options))
 
     def end(self) -> None:
         """Ends the process."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from diffshard.pipelines.stage_programme import Stage, Submesh
+from diffshard.pipelines.stage_dynamic_program import Stage, Submesh
 from experiments.pipelines.chain_search import SCHEDULES, PipelinePlan, search, simulated
 from experiments.pipelines.gpt_costs import MODELS, stage_tables, submeshes_of
 from experiments.tables import print_table

@@ -1,7 +1,7 @@
 """Searches divisions of a chain into stages over meshes, numbers of micro-batches and schedules, and simulates them.
 
-For each number of micro-batches the stage programme minimises the bound on schedules, once with the work of a step
-spread over its micro-batches and once without, and the sum of the stages under limits near the slowest one. These
+For each number of micro-batches the stage dynamic program minimises the bound on schedules, once with the work of a
+step spread over its micro-batches and once without, and the sum of the stages under limits near the slowest one. These
 divisions and all equal ones are then simulated, with each schedule whose memory they have, and cuts of the fastest are
 moved. The least bound over all numbers of micro-batches is
 one of the whole search space: no division, mesh, number or synchronous schedule that keeps as many micro-batches in
@@ -21,7 +21,7 @@ import numpy as np
 from cost.pipeline_schedules import BACKWARD, Schedule, graph_of
 from cost.pipeline_times import Simulation, StageTimes, simulate
 from cost.presets import device_and_network
-from diffshard.pipelines.stage_programme import (
+from diffshard.pipelines.stage_dynamic_program import (
     Division,
     Objective,
     Stage,
@@ -132,7 +132,7 @@ class _Chain(NamedTuple):
         """Returns the best division of stages that take some seconds and have the memory of a schedule.
 
         Links depend on the number of devices alone. So of all meshes of as many devices each stage takes the fastest
-        that fits, before the programme runs.
+        that fits, before the dynamic program runs.
         """
         sizes = sorted({submesh.num_devices for submesh in self.submeshes})
         of_size = [[p for p, mesh in enumerate(self.submeshes) if mesh.num_devices == size] for size in sizes]

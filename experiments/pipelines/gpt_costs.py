@@ -18,7 +18,7 @@ import numpy as np
 from cost.base import Hardware
 from cost.collectives import collective_s
 from cost.presets import preset
-from diffshard.pipelines.stage_programme import Submesh
+from diffshard.pipelines.stage_dynamic_program import Submesh
 
 FREE_BYTES = 2**30
 """Memory of a device that is left for libraries and fragments: about what CUDA and NCCL take on a V100."""

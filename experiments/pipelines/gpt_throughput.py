@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from cost.pipeline_schedules import Schedule
-from diffshard.pipelines.stage_programme import Stage, Submesh
+from diffshard.pipelines.stage_dynamic_program import Stage, Submesh
 from experiments.pipelines.alpa_plans import BATCH, described
 from experiments.pipelines.chain_search import PipelinePlan, SearchResult, equal_cuts, search, simulated
 from experiments.pipelines.gpt_costs import MODELS, Gpt, stage_tables, submeshes_of

@@ -1,4 +1,4 @@
-"""Divisions of a graph of layers into parts, by the same programme as divisions of a chain.
+"""Divisions of a graph of layers into parts, by the same dynamic program as divisions of a chain.
 
 A part that can be a pipeline stage is the difference of two nested ideals: sets of layers that hold all predecessors of
 each of their layers. The ideals of a graph, smaller ones first, take the place of the positions between the layers of a
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cost.real_numbers import Count, checked_number, whole_number
-from diffshard.pipelines.stage_programme import Submesh, best_division, bottleneck_objective
+from diffshard.pipelines.stage_dynamic_program import Submesh, best_division, bottleneck_objective
 
 MAX_IDEALS = 4000
 """The most ideals of a graph that is divided; the costs of their pairs then take 128 MB for each kind of devices."""

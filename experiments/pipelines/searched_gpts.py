@@ -20,7 +20,7 @@ import numpy as np
 import diffshard
 from diffshard.pipelines.cutting import uncut_step
 from diffshard.pipelines.options import PipelineOptions, donated_arrays
-from diffshard.pipelines.stage_programme import Stage
+from diffshard.pipelines.stage_dynamic_program import Stage
 from diffshard.pipelines.step_search import StepSearch
 from experiments.pipelines.gpt_step import SIZES, GptSize, shapes, train_step
 from experiments.tables import print_table

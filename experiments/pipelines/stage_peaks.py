@@ -29,7 +29,7 @@ from diffshard.pipelines.decisions import ChosenPipeline
 from diffshard.pipelines.options import PipelineOptions, donated_arrays
 from diffshard.pipelines.planned_pipeline import FoundPipeline, planned_pipeline
 from diffshard.pipelines.stage_calls import StageCalls
-from diffshard.pipelines.stage_programme import Stage
+from diffshard.pipelines.stage_dynamic_program import Stage
 from diffshard.pipelines.step_search import StepSearch
 from diffshard.processes import Processes
 from experiments.models import decoder, diffusion_transformer, encoder_decoder, gpt, mlp, moe, tied_gpt

@@ -25,7 +25,7 @@ from diffshard.pipelines.plans.consistency import simulated
 from diffshard.pipelines.replica_search import choose_replicas, replicas_bound_s
 from diffshard.pipelines.replicated_pipeline import planned_replicas
 from diffshard.pipelines.search import find_pipeline
-from diffshard.pipelines.stage_programme import Stage
+from diffshard.pipelines.stage_dynamic_program import Stage
 from diffshard.pipelines.step_search import StepSearch
 from diffshard.processes import Processes
 from experiments.pipelines.gpt_step import GptSize, shapes, train_step

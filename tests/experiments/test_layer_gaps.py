@@ -7,7 +7,7 @@ from experiments import layer_gaps
 from experiments.layered import layered_problem
 
 
-def test_the_dual_after_the_ascent_is_below_the_linear_programme_and_this_below_the_optimum():
+def test_the_dual_after_the_ascent_is_below_the_linear_program_and_this_below_the_optimum():
     problem = layered_problem(3, 3, width=8, most=4, binding=0.7)
     bound = layer_gaps.ascended(problem, 100).certified_bound()
     relaxed = layer_gaps.relaxed_optimum(problem)
@@ -20,5 +20,5 @@ def test_the_dual_after_the_ascent_is_below_the_linear_programme_and_this_below_
 def test_the_table_has_a_row_for_each_size(capsys):
     layer_gaps.main(["--nodes", "40"])
     out = capsys.readouterr().out
-    assert "linear programme" in out
+    assert "linear program" in out
     assert " 40 " in out

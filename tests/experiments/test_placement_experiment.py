@@ -23,4 +23,4 @@ def test_prints_costs_beside_the_optima(capsys):
 def test_all_cases_have_their_optimum_within_reach():
     assert placement.place_case(placement.WORKED, "gradient").step_s == placement.WORKED.optimum
     for case in placement.PIPELINES:
-        assert placement.place_case(case, placement.PROGRAMME).step_s == case.optimum
+        assert placement.place_case(case, placement.DYNAMIC_PROGRAM).step_s == case.optimum

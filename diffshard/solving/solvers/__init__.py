@@ -3,7 +3,7 @@
 How to choose:
 
 - `gradient`, the default: any size, memory and loads, with a certified lower bound. Take it unless you know better.
-- `exact`: HiGHS on a mixed-integer programme (the extra `exact`): proves the optimum of up to a few hundred nodes,
+- `exact`: HiGHS on a mixed-integer program (the extra `exact`): proves the optimum of up to a few hundred nodes,
   given time; its bound is there even when the time is not enough.
 - `dynamic_programming`: chains, trees and every graph that comes apart at few nodes, exactly and at once. With loads,
   amounts or memory that binds it is a heuristic with a weak bound.

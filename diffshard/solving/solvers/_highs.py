@@ -16,23 +16,23 @@ import numpy as np
 
 
 def main() -> None:
-    """Solves the programmes on stdin."""
+    """Solves the programs on stdin."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # HiGHS prints who made it before any option can forbid it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one answers Ctrl-C
     parent = os.getppid()
     while True:
         try:
-            programme = pickle.load(sys.stdin.buffer)
+            program = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        _solve(programme, out, parent)
+        _solve(program, out, parent)
         pickle.dump(None, out)
         out.flush()
 
 
-def _solve(programme: dict[str, Any], out: BinaryIO, parent: int) -> None:
-    num_integers, best_bound = programme["num_integers"], -np.inf
+def _solve(program: dict[str, Any], out: BinaryIO, parent: int) -> None:
+    num_integers, best_bound = program["num_integers"], -np.inf
 
     def answer(values: Any, bound: float) -> None:
         pickle.dump((None if values is None else np.asarray(values)[:num_integers], float(bound)), out)
@@ -50,31 +50,31 @@ def _solve(programme: dict[str, Any], out: BinaryIO, parent: int) -> None:
             answer(None, best_bound)
 
     solver = highspy.Highs()
-    for name, value in programme["options"].items():
+    for name, value in program["options"].items():
         solver.setOptionValue(name, value)
     solver.cbMipImprovingSolution += on_solution
     solver.cbMipInterrupt += on_check
-    solver.passModel(_model(programme))
+    solver.passModel(_model(program))
     solver.run()
     info = solver.getInfo()
     feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     answer(solver.getSolution().col_value if feasible else None, info.mip_dual_bound)
 
 
-def _model(programme: dict[str, Any]) -> highspy.HighsLp:
+def _model(program: dict[str, Any]) -> highspy.HighsLp:
     model = highspy.HighsLp()
-    columns = len(programme["cost"])
-    model.num_col_, model.num_row_ = columns, len(programme["lower"])
+    columns = len(program["cost"])
+    model.num_col_, model.num_row_ = columns, len(program["lower"])
     model.col_cost_, model.col_lower_, model.col_upper_ = (
-        programme["cost"],
-        programme["column_lower"],
-        programme["column_upper"],
+        program["cost"],
+        program["column_lower"],
+        program["column_upper"],
     )
-    model.row_lower_, model.row_upper_ = programme["lower"], programme["upper"]
+    model.row_lower_, model.row_upper_ = program["lower"], program["upper"]
     model.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-    model.a_matrix_.start_, model.a_matrix_.index_, model.a_matrix_.value_ = programme["rows"]
+    model.a_matrix_.start_, model.a_matrix_.index_, model.a_matrix_.value_ = program["rows"]
     kinds = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
-    model.integrality_ = [kinds[0]] * programme["num_integers"] + [kinds[1]] * (columns - programme["num_integers"])
+    model.integrality_ = [kinds[0]] * program["num_integers"] + [kinds[1]] * (columns - program["num_integers"])
     return model
 
 

@@ -1,9 +1,9 @@
-"""Proven optima by HiGHS, on a mixed-integer programme whose linear relaxation is tight. Needs the extra `exact`.
+"""Proven optima by HiGHS, on a mixed-integer program whose linear relaxation is tight. Needs the extra `exact`.
 
-HiGHS computes with absolute tolerances. So `_programme.py` counts costs from the least of each node and edge and leaves
-out what no choice takes that is cheaper than the best known one; a bound of HiGHS's is lowered by the most that its
-tolerances can make of that. Where this is too much, a better choice makes the programme smaller and its numbers finer,
-and HiGHS solves it again.
+HiGHS computes with absolute tolerances. So `_mixed_integer_program.py` counts costs from the least of each node and
+edge and leaves out what no choice takes that is cheaper than the best known one; a bound of HiGHS's is lowered by the
+most that its tolerances can make of that. Where this is too much, a better choice makes the program smaller and its
+numbers finer, and HiGHS solves it again.
 
 HiGHS runs in a process of its own, an iterator of answers that can be left at any moment.
 """
@@ -31,7 +31,7 @@ from diffshard.child_processes import python_command, python_environment
 from diffshard.solving.examples import coupled_ring
 from diffshard.solving.loop import Rounding
 from diffshard.solving.solvers import greedy
-from diffshard.solving.solvers._programme import Programme, Window, window
+from diffshard.solving.solvers._mixed_integer_program import MixedIntegerProgram, Window, window
 
 POLL_INTERVAL_S = 0.05
 """Seconds between two looks at HiGHS's answers; chosen by hand."""
@@ -39,7 +39,7 @@ Answer = tuple[np.ndarray | None, float]
 
 
 class HighsProcess:
-    """A process that solves one programme after the other; it starts at once, while programmes are built."""
+    """A process that solves one program after the other; it starts at once, while programs are built."""
 
     def __init__(self):
         command = python_command(str(Path(__file__).with_name("_highs.py")))
@@ -63,10 +63,10 @@ class HighsProcess:
                 stream.close()
         self._process.wait()
 
-    def answers(self, programme: Programme, options: dict[str, Any]) -> Generator[Answer]:
+    def answers(self, program: MixedIntegerProgram, options: dict[str, Any]) -> Generator[Answer]:
         """Yields HiGHS's answers, values and a bound, until it ends; (None, -inf) while there is none."""
-        rows = programme.rows.indptr, programme.rows.indices, programme.rows.data
-        message = programme._asdict() | {"rows": rows, "options": options}
+        rows = program.rows.indptr, program.rows.indices, program.rows.data
+        message = program._asdict() | {"rows": rows, "options": options}
         thread = threading.Thread(target=self._talk, args=(message,))
         self._threads.append(thread)
         thread.start()
@@ -84,7 +84,7 @@ class HighsProcess:
             raise RuntimeError(f"HiGHS ended with exit code {code}; take 'gradient', or a smaller problem.")
 
     def _talk(self, message: dict[str, Any]) -> None:
-        """Sends a programme, and puts the answers into the queue; the last one is None."""
+        """Sends a program, and puts the answers into the queue; the last one is None."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -119,7 +119,7 @@ def solve(
 ) -> Iterator[Proposal]:
     """Yields HiGHS's choices and bounds as they improve, until it has proven its optimum or the time is over.
 
-    While HiGHS starts, a first choice is made beside it, which makes the programme smaller if it is feasible.
+    While HiGHS starts, a first choice is made beside it, which makes the program smaller if it is feasible.
 
     Args:
       problem: see `diffshard.base.Solver`.
@@ -152,7 +152,7 @@ def solve(
                 rest_s = _HIGHS_TIME_SHARE * time_limit_s - (time.perf_counter() - start)
                 options["time_limit"] = max(rest_s, _LEAST_TIME_S)
             yield Proposal()
-            for values, objective_bound in highs.answers(here.programme, options):
+            for values, objective_bound in highs.answers(here.program, options):
                 yield search.proposal(values, here.bound(objective_bound))
             if time_limit_s is not None and time.perf_counter() - start > _HIGHS_TIME_SHARE * time_limit_s:
                 break

@@ -14,8 +14,8 @@ from diffshard.base import InfeasibleError
 from diffshard.pipelines.division_search import DivisionSearch
 from diffshard.pipelines.even_division import EvenDivisionSearch, even_submeshes
 from diffshard.pipelines.layer_chain import LayerChain
+from diffshard.pipelines.stage_dynamic_program import Stage
 from diffshard.pipelines.stage_plans import place_stages
-from diffshard.pipelines.stage_programme import Stage
 from diffshard.pipelines.stage_search import Entry, FoundDivision, StageLayout, StageMemoryError
 
 M = 4

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from diffshard.pipelines.stage_programme import Submesh, least_sum_and_slowest, limited_sum_objective, slowest_of
-from tests.diffshard.pipelines.test_stage_programme import all_divisions, value_of
+from diffshard.pipelines.stage_dynamic_program import Submesh, least_sum_and_slowest, limited_sum_objective, slowest_of
+from tests.diffshard.pipelines.test_stage_dynamic_program import all_divisions, value_of
 
 
 @pytest.mark.parametrize("weight", [0, 1, 7])

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from cost.presets import device_and_network
-from diffshard.pipelines.stage_programme import Stage
+from diffshard.pipelines.stage_dynamic_program import Stage
 from experiments.pipelines import alpa_plans, gpt_throughput
 from experiments.pipelines.chain_search import SCHEDULES, equal_cuts, fits, kept, search, simulated, transfers_s
 from experiments.pipelines.gpt_costs import Gpt, StageTables, stage_tables, submeshes_of
-from tests.diffshard.pipelines.test_stage_programme import all_divisions
+from tests.diffshard.pipelines.test_stage_dynamic_program import all_divisions
 from tests.experiments.printed_tables import printed_rows
 
 BATCH, COUNTS = 8, (2, 4, 8)

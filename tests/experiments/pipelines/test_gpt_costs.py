@@ -5,7 +5,7 @@ import pytest
 
 from cost.collectives import collective_s
 from cost.presets import preset
-from diffshard.pipelines.stage_programme import Submesh
+from diffshard.pipelines.stage_dynamic_program import Submesh
 from experiments.pipelines.gpt_costs import MODELS, Gpt, stage_tables, submeshes_of
 
 SMALL = Gpt(num_blocks=4, width=1024, num_heads=16, vocabulary=8192)

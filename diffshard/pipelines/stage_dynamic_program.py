@@ -1,14 +1,15 @@
 """The best division of a chain of layers into stages on parts of a cluster, by dynamic programming.
 
-Stages are consecutive layers, and each takes some devices of one kind. The programme goes from the last stage to the
-first, because what a pipeline takes from some stage on is a fold: the value of the later stages is joined with the link
-before them, then combined with the stage. Any objective whose two functions do not decrease in the value of the rest is
-minimised exactly. How many stages follow is part of the state, because it says how many micro-batches a stage keeps.
+Stages are consecutive layers, and each takes some devices of one kind. The dynamic program goes from the last stage to
+the first, because what a pipeline takes from some stage on is a fold: the value of the later stages is joined with the
+link before them, then combined with the stage. Any objective whose two functions do not decrease in the value of the
+rest is minimised exactly. How many stages follow is part of the state, because it says how many micro-batches a stage
+keeps.
 
 The sum of all stages and links plus a weight times the slowest stage, which is what a pipeline takes with the formula
-of Alpa and the weight M - 1, is no fold, but with a limit on each stage the sum alone is one. So the programme runs
-without a limit, then with one just below the slowest stage that it found, and so on. No division lies between two of
-these: each has the least sum among those that are as fast as it.
+of Alpa and the weight M - 1, is no fold, but with a limit on each stage the sum alone is one. So the dynamic program
+runs without a limit, then with one just below the slowest stage that it found, and so on. No division lies between two
+of these: each has the least sum among those that are as fast as it.
 
 Letters for sizes: L layers, P submeshes that a stage may have, K kinds of devices, D states of devices that are left, M
 micro-batches.
@@ -312,7 +313,7 @@ def least_sum_and_slowest(
       ValueError: as `best_division`, and if the weight is negative or not finite.
     """
     checked_number("slowest_weight", slowest_weight, Amount)
-    tables: dict[int, np.ndarray] = {}  # every run of the programme reads the same times
+    tables: dict[int, np.ndarray] = {}  # every run of the dynamic program reads the same times
 
     def table(number: int) -> np.ndarray:
         if number not in tables:

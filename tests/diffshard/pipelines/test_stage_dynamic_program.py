@@ -9,7 +9,7 @@ import pytest
 
 from cost.pipeline_schedules import Schedule, graph_of, kept_microbatches
 from cost.pipeline_times import StageTimes, lower_bound_s, simulate
-from diffshard.pipelines.stage_programme import (
+from diffshard.pipelines.stage_dynamic_program import (
     Stage,
     Submesh,
     best_division,
@@ -109,7 +109,7 @@ def test_the_stages_of_vgg16_that_pipedream_found():
 
 
 def test_the_mesh_choice_of_nnscaler():
-    """Six operations on four GPUs: two stages of two GPUs, as in nnScaler's own test of its programme."""
+    """Six operations on four GPUs: two stages of two GPUs, as in nnScaler's own test of its dynamic program."""
     seconds = np.array([0.0, 0.2, 0.2, 0.2, 0.0, 0.3]) + 0.1
     submeshes = [Submesh(0, 1), Submesh(0, 2), Submesh(0, 4)]
     total = np.append(0.0, np.cumsum(seconds))

@@ -1,4 +1,4 @@
-"""The mixed-integer programme of a problem, in numbers that HiGHS's absolute tolerances suit.
+"""The mixed-integer program of a problem, in numbers that HiGHS's absolute tolerances suit.
 
 Costs count from the least entry of each node and edge, and only entries that a choice may have which is cheaper than
 the best known one are left: the window. It is as wide as that choice costs beyond the sum of all least entries, so that
@@ -47,7 +47,7 @@ _MARGIN = 1e-9
 """Relative: what a number must exceed another one by to be larger whatever the rounding of sums."""
 
 
-class Programme(NamedTuple):
+class MixedIntegerProgram(NamedTuple):
     """Minimise cost·x for lower <= rows·x <= upper, column_lower <= x <= column_upper, integer x[:num_integers]."""
 
     cost: np.ndarray
@@ -60,10 +60,10 @@ class Programme(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A programme and what its objective means.
+    """A program and what its objective means.
 
     Attributes:
-      programme: over the choices that may cost less than `most`.
+      program: over the choices that may cost less than `most`.
       width: `most - least`, or the largest difference of entries where `most` is infinite.
       unit: the cost that counts as one in the objective.
       error: what a bound on the objective may be off.
@@ -71,7 +71,7 @@ class Window(NamedTuple):
       top: the best choice, if there is any, has an objective of at most this.
     """
 
-    programme: Programme
+    program: MixedIntegerProgram
     least: float
     width: float
     most: float
@@ -93,7 +93,7 @@ class Window(NamedTuple):
 
 
 def window(problem: Problem, most: float) -> Window | None:
-    """Returns the programme of the choices that cost less than `most`; None where some node has no strategy left."""
+    """Returns the program of the choices that cost less than `most`; None where some node has no strategy left."""
     sizes = num_strategies(problem)
     starts = np.cumsum(sizes) - sizes
     arrays = [np.asarray(c, float) for c in (*problem.node_cost, *problem.edge_cost)]
@@ -118,10 +118,10 @@ def window(problem: Problem, most: float) -> Window | None:
     unit = width / _WINDOW or 1.0
     above, load = np.where(allowed, above / unit, 0.0), np.where(allowed[: len(load), None], load / unit, 0.0)
     room = (largest_load - least_load) / unit
-    programme, num_rows = _programme(problem, sizes, starts, above, allowed, load, room, group)
+    program, num_rows = _mixed_integer_program(problem, sizes, starts, above, allowed, load, room, group)
     error = _OBJECTIVE_ERROR + _ERROR_PER_ROW * (len(arrays) + num_rows)
     top = _WINDOW if math.isfinite(most) else _largest_objective(above, load, group, lengths, sizes)
-    return Window(programme, float(base), float(width), most, unit, error, bool(load.size), top)
+    return Window(program, float(base), float(width), most, unit, error, bool(load.size), top)
 
 
 def _largest_objective(
@@ -156,7 +156,7 @@ def _load_above_least(problem: Problem) -> tuple[np.ndarray, np.ndarray, np.ndar
     return np.concatenate([table - row for table, row in zip(tables, least, strict=True)]), least.sum(axis=0), group
 
 
-def _programme(
+def _mixed_integer_program(
     problem: Problem,
     sizes: np.ndarray,
     starts: np.ndarray,
@@ -165,8 +165,8 @@ def _programme(
     load: np.ndarray,
     room: np.ndarray,
     group: np.ndarray,
-) -> tuple[Programme, int]:
-    """Returns the programme, and how many limits it has.
+) -> tuple[MixedIntegerProgram, int]:
+    """Returns the program, and how many limits it has.
 
     Args:
       sizes: `[V]`.
@@ -192,8 +192,8 @@ def _programme(
         cost, column_upper = np.append(cost, np.ones(num_groups)), np.append(column_upper, np.full(num_groups, np.inf))
         column_lower = np.append(column_lower, np.zeros(num_groups))
     rows = scipy.sparse.vstack([_widen(block, len(cost)) for block in blocks], format="csc")
-    programme = Programme(cost, column_lower, column_upper, rows, lower, upper, int(sizes.sum()))
-    return programme, len(limit) + len(load_room)
+    program = MixedIntegerProgram(cost, column_lower, column_upper, rows, lower, upper, int(sizes.sum()))
+    return program, len(limit) + len(load_room)
 
 
 def _loads(
