@@ -38,12 +38,12 @@ class Killed(NamedTuple):
     Attributes:
       reports: of the first process.
       noticed_s: seconds until all others had ended or reported an error.
-      endings: how each of the others ended.
+      exit_notices: how each of the others ended.
     """
 
     reports: list[dict[str, Any]]
     noticed_s: float
-    endings: list[str]
+    exit_notices: list[str]
 
 
 class Elastic(NamedTuple):
@@ -108,12 +108,14 @@ class Jobs:
             began = time.perf_counter()
             job.wait_for(lambda: not job.running(), 120)
             noticed_s = time.perf_counter() - began
-            endings = []
+            exit_notices = []
             for i in range(last):
                 texts = [r["text"] for r in job.reports(i) if r["event"] == "error"]
                 status = job.processes[i].poll()
-                endings.append(texts[0] if texts else "still running" if status is None else f"ended with {status}")
-        return Killed(job.reports(0), noticed_s, endings)
+                exit_notices.append(
+                    texts[0] if texts else "still running" if status is None else f"ended with {status}"
+                )
+        return Killed(job.reports(0), noticed_s, exit_notices)
 
 
 def interrupt(jobs: Jobs, settings: Mapping[str, Any], num_processes: int, kill_after: int) -> Elastic:
@@ -168,8 +170,8 @@ def print_losses(expected: Mapping[int, float], elastic: Elastic) -> bool:
 def print_killed(elastic: Elastic) -> None:
     """Prints what the death of a process did, and what going on took."""
     print(f"Steps lost: {elastic.num_lost}. All others had ended {elastic.killed.noticed_s:.1f} s after the kill:")
-    for number, ending in enumerate(elastic.killed.endings):
-        print(f"  process {number}: {ending}")
+    for number, notice in enumerate(elastic.killed.exit_notices):
+        print(f"  process {number}: {notice}")
     rows = [
         [count, planned(r)["num_steps"], f"{planned(r)['seconds']:.1f}", f"{restored(r)['seconds']:.2f}"]
         for count, r in elastic.jobs

@@ -207,8 +207,8 @@ def _best_by_solver(
     in_order = sorted(fastest, key=lambda count: fastest[count].step_s)[:_SOLVED_COUNTS]
     search.run([candidate(count) for count in in_order])
     assert search.best is not None
-    endings = {tried.status for tried in search.tried}
-    ended = "time limit" if endings & {"time limit", "not tried"} else "finished"
+    statuses = {tried.status for tried in search.tried}
+    ended = "time limit" if statuses & {"time limit", "not tried"} else "finished"
     return search.best.result, "interrupted" if search.is_interrupted else ended
 
 

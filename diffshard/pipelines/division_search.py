@@ -284,7 +284,7 @@ class DivisionSearch:
         factors = np.array([means.get(p, usual[submesh.kind]) for p, submesh in enumerate(self.submeshes)])
         fits = np.isfinite(self.least_s)
         table = np.where(fits, np.where(fits, self.least_s, 0) * factors, _INFINITE)
-        for start, length, p in self.known.alike():
+        for start, length, p in self.known.solved_stages():
             layout = self.known.known(Entry(start, start + length, p, in_flight))
             if layout is None:
                 table[start, start + length, p] = _INFINITE
@@ -300,7 +300,7 @@ class DivisionSearch:
         What was proven of a stage that keeps fewer micro-batches holds for one that keeps more, which has less memory.
         """
         table = self.least_s.copy()
-        for start, length, p in self.known.alike():
+        for start, length, p in self.known.solved_stages():
             at = start, start + length, p
             kind = self.known.kind(Entry(*at, in_flight))
             for kept, layout in self.known.by_kind[kind].items():

@@ -375,7 +375,7 @@ class SolvedStages:
         """Returns whether no sharding of a stage fits, also because it does not with fewer micro-batches."""
         return any((self.kind(entry), kept) in self.proven_not_to_fit for kept in range(1, entry.in_flight + 1))
 
-    def alike(self) -> Iterator[tuple[int, int, int]]:
+    def solved_stages(self) -> Iterator[tuple[int, int, int]]:
         """Yields the first layer, the number of layers and the submesh of what is solved, also for equal layers."""
         for length, p in {(len(signatures), p) for signatures, p in self.by_kind}:
             for start in range(len(self._signatures) - length + 1):

@@ -26,13 +26,13 @@ class Axes(NamedTuple):
     Attributes:
       sizes: `[A]` devices along each.
       fast_first: `[A]` all axes, the one with the fastest link first.
-      alike: groups of axes that take kinds of dimensions in order (see `strategies.interchangeable_axes`), so that of
-        the copies of a plan with such axes swapped only one is in the space.
+      interchangeable: groups of axes that take kinds of dimensions in order (see `strategies.interchangeable_axes`), so
+        that of the copies of a plan with such axes swapped only one is in the space.
     """
 
     sizes: tuple[int, ...]
     fast_first: tuple[int, ...]
-    alike: tuple[tuple[int, ...], ...] = ()
+    interchangeable: tuple[tuple[int, ...], ...] = ()
 
 
 class ReshardStep(NamedTuple):

@@ -54,7 +54,7 @@ def nodes_of(
     is_shared = [len(readers) > 1 for readers in readers_of(graph)]
     fixed_axes = axes_with_meaning(graph, given, axis_names, axis_sizes)
     axes = interchangeable_axes(axis_sizes, reshard_costs.rates, fixed_axes)
-    kinds = kinds_of_dimensions(graph, rules) if axes.alike else [()] * len(graph.values)
+    kinds = kinds_of_dimensions(graph, rules) if axes.interchangeable else [()] * len(graph.values)
     strategies = _StrategiesOnMesh(axis_names, axes, reshard_costs.path, kinds, _new_results(graph), as_program)
     nodes = []
     strategies_of_key: dict[Hashable, tuple[ShardingStrategy, ...]] = {}
@@ -146,7 +146,7 @@ class _StrategiesOnMesh:
 
     Attributes:
       kinds: for each value, by id, the kind of each dimension (see `strategies.kinds_of_dimensions`); empty where no
-        axes are alike.
+        axes are interchangeable.
       new_results: values, by id, that are results of the function and replace no argument; JAX refuses uneven ones.
     """
 
@@ -219,7 +219,7 @@ class _StrategiesOnMesh:
 
     def kinds_of(self, vertex: Vertex) -> tuple[tuple[int, ...], ...]:
         """Ranks the kinds of a vertex's arrays among each other, so that equal layers ask for the same strategies."""
-        if not self.axes.alike:
+        if not self.axes.interchangeable:
             return ()
         kinds_of_arrays = [
             self.kinds[x.id] if isinstance(x, Value) else () for x in (*vertex.operands, *vertex.results)
@@ -232,7 +232,7 @@ class _StrategiesOnMesh:
         specs = [
             spec
             for spec in specs_of_shape(value.shape, self.axes.sizes, with_padding)
-            if (given is None or fits(spec, given)) and in_order(spec, self.kinds[value.id], self.axes.alike)
+            if (given is None or fits(spec, given)) and in_order(spec, self.kinds[value.id], self.axes.interchangeable)
         ]
         return specs or [tuple(axes or () for axes in given or ())]
 

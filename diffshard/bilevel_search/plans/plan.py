@@ -216,7 +216,7 @@ def _unmeasured_nodes(plan: BilevelPlan, exact: Choice, state: BilevelState) -> 
     return [node for node, s, exact_s, slopes in nodes if s != exact_s and np.ptp(np.asarray(slopes)) == 0]
 
 
-_ENDINGS = (".png", ".svg", ".pdf")
+_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 class Pareto(NamedTuple):
@@ -232,13 +232,13 @@ class Pareto(NamedTuple):
     front: tuple[Point, ...]
 
     def draw(self, path: str | Path, *, title: str = "") -> None:
-        """Writes a drawing, .png, .svg or .pdf by the name's ending.
+        """Writes a drawing, .png, .svg or .pdf by the name's suffix.
 
         Raises:
-          ValueError: another ending, or matplotlib is not installed.
+          ValueError: another suffix, or matplotlib is not installed.
         """
-        if Path(path).suffix not in _ENDINGS:
-            raise ValueError(f"`path` must end in {', '.join(_ENDINGS)}; got {str(path)!r}.")
+        if Path(path).suffix not in _SUFFIXES:
+            raise ValueError(f"`path` must end in {', '.join(_SUFFIXES)}; got {str(path)!r}.")
         try:
             from matplotlib.figure import Figure
         except ModuleNotFoundError:

@@ -103,21 +103,21 @@ def test_data_that_comes_in_with_each_call_is_of_the_first_kind():
     assert kinds[x.id][0] < min(kind for kinds_ in kinds[:4] for kind in kinds_ if kind not in kinds[x.id])
 
 
-def test_axes_of_equal_size_and_link_are_alike_from_three_on():
-    def alike(sizes, speeds, fixed=()):
+def test_axes_of_equal_size_and_link_are_interchangeable_from_three_on():
+    def interchangeable(sizes, speeds, fixed=()):
         names = "xyzw"[: len(sizes)]
         links = {n: Link(0.0, s) for n, s in zip(names, speeds, strict=True)}
         rates = ReshardCosts(names, sizes, Hardware("some", 1.0, 1.0, 1.0, links)).rates
-        return interchangeable_axes(sizes, rates, frozenset(fixed)).alike
+        return interchangeable_axes(sizes, rates, frozenset(fixed)).interchangeable
 
-    assert alike((2, 2), (1, 1)) == ()
-    assert alike((2, 2, 2), (1, 1, 1)) == ((0, 1, 2),)
-    assert alike((2, 2, 2), (1, 2, 1)) == ((0, 2),)
-    assert alike((2, 4, 2), (1, 1, 1)) == ((0, 2),)
-    assert alike((2, 2, 2), (1, 2, 3)) == ()
-    assert alike((2, 2, 2), (1, 1, 1), fixed=[1]) == ((0, 2),)
-    assert alike((2, 2, 2, 2), (1, 4, 2, 3)) == ((1, 3, 2, 0),)
-    assert alike((2, 1, 2), (1, 1, 1)) == ()
+    assert interchangeable((2, 2), (1, 1)) == ()
+    assert interchangeable((2, 2, 2), (1, 1, 1)) == ((0, 1, 2),)
+    assert interchangeable((2, 2, 2), (1, 2, 1)) == ((0, 2),)
+    assert interchangeable((2, 4, 2), (1, 1, 1)) == ((0, 2),)
+    assert interchangeable((2, 2, 2), (1, 2, 3)) == ()
+    assert interchangeable((2, 2, 2), (1, 1, 1), fixed=[1]) == ((0, 2),)
+    assert interchangeable((2, 2, 2, 2), (1, 4, 2, 3)) == ((1, 3, 2, 0),)
+    assert interchangeable((2, 1, 2), (1, 1, 1)) == ()
 
 
 def test_the_fastest_link_comes_first_and_of_equal_ones_the_last_axis():

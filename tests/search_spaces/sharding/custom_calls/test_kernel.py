@@ -291,7 +291,7 @@ def test_uneven_parts_are_not_offered():
     assert {s.operands[0] for s in strategies} == {((), ()), ((0,), ())}, "63 numbers would be padded to 64 for 4 parts"
 
 
-def test_equal_layers_of_kernels_are_alike():
+def test_equal_layers_of_kernels_have_equal_forms():
     space = space_of(decoder_step, *jax.tree.map(lambda x: array(*x.shape), decoder_arguments()))
     assert len({space.forms[v.index] for v in space.graph.operations() if v.primitive == "kernel"}) < sum(
         v.primitive == "kernel" for v in space.graph.operations()

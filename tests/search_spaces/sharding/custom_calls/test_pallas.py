@@ -266,7 +266,7 @@ def test_flash_attention_for_tpus_is_known():
         assert split_dimensions(strategies) == {0, 1}
 
 
-def test_layers_with_equal_calls_are_alike():
+def test_layers_with_equal_calls_have_equal_forms():
     def layers(x, w):
         for _ in range(3):
             x = scaled_rows(x, w)
