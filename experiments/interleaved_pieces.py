@@ -5,7 +5,7 @@
 A step of `experiments.timeline` is divided as `in_microbatches` divides it, but its pieces run in one pass: each
 operation for the first piece, then for the second one. What does not depend on the piece runs once, loops carry all
 pieces, and gradients are added up. Steps with and without pieces are searched, and the plans' programs are played, with
-windows and without pauses. They are played again as if the gradients of pieces were added up before they are reduced,
+windows and without barriers. They are played again as if the gradients of pieces were added up before they are reduced,
 which no plan can do, to bound what pieces would gain if one could. With `--compile` they are also compiled for H100s
 that need not be there (the extra `gpu-compile`), without XLA's merging of products that share an operand, and the
 timeline plays the compiled programs.
@@ -46,7 +46,7 @@ from search_spaces.sharding.graph import Graph, Region, Value, leads_to_contract
 from search_spaces.sharding.interpreter import Environment
 from search_spaces.sharding.program_steps import ProgramSteps
 
-WINDOWS = (24, math.inf)  # latencies of the slowest link: as plans run, and without pauses
+WINDOWS = (24, math.inf)  # latencies of the slowest link: as plans run, and without barriers
 APART = {"xla_gpu_dot_merger_threshold_mb": 0, AT_ONCE: 4}
 PLAYED = [f"{what}, {latencies:g}" for what in ("played ms", "reduced once") for latencies in WINDOWS]
 COLUMNS = ("pieces", "sum ms", "arithmetic ms", "on links ms", *PLAYED, "peak GiB")
