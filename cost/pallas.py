@@ -98,7 +98,7 @@ class _Count:
         return self._run(jaxpr, known)[0]
 
     def _run(self, jaxpr: Any, known: _Numbers) -> tuple[np.ndarray, _Numbers]:
-        """Returns what the call returns, and all numbers that are known at the end."""
+        """Returns `[places]` the arithmetic of a jaxpr, and the whole numbers that are known at its end."""
         numbers, flops = dict(known), np.zeros(self.num_places)
         for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
             name, params = equation.primitive.name, equation.params

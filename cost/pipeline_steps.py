@@ -68,7 +68,7 @@ def pipeline_step(
     overlap: Overlap = "own_ends",
     stages_per_device: int | None = None,
 ) -> PipelineStep:
-    """Returns what a step takes.
+    """Returns the seconds of a step, with the simulation of its micro-batches.
 
     Args:
       schedule: with "2bw" steps may overlap; with all others each stage waits for the end of the step.

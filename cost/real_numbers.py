@@ -32,7 +32,7 @@ def whole_number(value: Any) -> int | None:
 
 
 def as_array(value: Any) -> np.ndarray:
-    """Returns what a user gives as an array; lists of several lengths become one of objects, which are no numbers."""
+    """Returns a given value as an array; of lists of several lengths an array of objects, which are not numbers."""
     try:
         return np.asarray(value)
     except ValueError:

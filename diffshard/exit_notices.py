@@ -21,7 +21,7 @@ ENDED = "diffshard/ended"
 
 
 def service_state() -> Any:
-    """Returns what this process knows of the coordination service; None if JAX has it elsewhere."""
+    """Returns JAX's state of the coordination service in this process; None if JAX has it elsewhere."""
     return getattr(getattr(multihost_utils, "distributed", None), "global_state", None)
 
 

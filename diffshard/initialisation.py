@@ -137,7 +137,7 @@ def xavier(init_fn: InitFn) -> InitFn:
 
 
 def kaiming(init_fn: InitFn) -> InitFn:
-    """Returns what `xavier` does, by He's normal initialiser.
+    """Draws matrices as `xavier` does, by He's normal initialiser.
 
     Source: He et al., "Delving Deep into Rectifiers" (ICCV 2015).
     """
@@ -145,7 +145,7 @@ def kaiming(init_fn: InitFn) -> InitFn:
 
 
 def orthogonal(init_fn: InitFn) -> InitFn:
-    """Returns what `xavier` does, with orthogonal matrices; leading dimensions count as rows.
+    """Draws matrices as `xavier` does, orthogonal ones; leading dimensions count as rows.
 
     Source: Saxe, McClelland and Ganguli, "Exact solutions to the nonlinear dynamics of learning" (ICLR 2014).
     """

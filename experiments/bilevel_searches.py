@@ -115,7 +115,7 @@ class Searches:
         return state
 
     def validate(self, name: str) -> dict[str, tuple[Run, int]]:
-        """Returns what `validate` finds after a search with a seed of its own: runs by method, and steps taken."""
+        """Searches with a seed of its own and validates; returns the runs by method, and the steps taken."""
         training = self.training
 
         def run() -> dict[str, tuple[Run, int]]:

@@ -210,7 +210,7 @@ class Training:
 
 
 def with_record(records: Path | None, name: str, make: Callable[[], Any]) -> Any:
-    """Returns what `make` gives, in JSON's terms, from the records where it is there already."""
+    """Returns the result of `make`, in JSON's terms, from the records where it is there already."""
     path = records and records / f"{name}.json"
     if path and path.exists():
         return json.loads(path.read_text(encoding="utf-8"))

@@ -37,7 +37,7 @@ from search_spaces.sharding.product_formats import FORMATS as PRODUCTS
 
 
 def within_modules(group: ProductGroup, word: str) -> ProductGroup:
-    """Returns what a group has in modules whose names have a word."""
+    """Returns the part of a group that is in modules whose names have a word."""
     return group._replace(vertices=tuple(vertex for vertex in group.vertices if word in vertex.scope))
 
 

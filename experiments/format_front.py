@@ -34,7 +34,7 @@ WIDE, NARROW = "float8", "float4"
 
 
 def trained_increases(losses: MeasuredLosses, groups: Sequence[ProductGroup]) -> dict[str, np.ndarray]:
-    """Returns what each group adds to the late loss of each training, `[seeds]`, by its name; sums add nothing.
+    """Returns by how much each group raises the late loss of each training, `[seeds]`, by its name; sums do not.
 
     What all products in float8 add together is shared equally. One in float4 adds besides what the loss rises by if it
     alone is in float4 and all others are in float8.

@@ -122,7 +122,7 @@ class Setting(NamedTuple):
         return [(state, self.case.batch(self.sizes, key)) for key in keys]
 
     def measures(self, seed: int, looks: int = LOOKS) -> dict[str, Any]:
-        """Returns what `Formats` measures by, of seeds that no other search and no training of a table has."""
+        """Returns the arguments by which `Formats` measures, of seeds that no other search and no table has."""
         first, run = 1000 + 3 * seed, min(RUN_STEPS, 20 * LOOK_STEPS)
         return {
             "measured_fn": self.small.step,
@@ -132,7 +132,7 @@ class Setting(NamedTuple):
         }
 
     def losses(self, steps: int, seeds: int, num_devices: int = 8, **kinds: Any) -> MeasuredLosses:
-        """Returns what measures the small model: looks ahead, and a training from its beginning for each seed.
+        """Returns the measurements of the small model: looks ahead, and a training from its beginning for each seed.
 
         It runs on one device, and adds up rounded parts as `num_devices` would.
         """

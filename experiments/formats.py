@@ -171,7 +171,7 @@ def rules_of_parts(groups: Sequence[ProductGroup]) -> dict[str, frozenset[Format
 
 
 def options_of(model: Model, mesh: Any, hardware: Hardware) -> Options:
-    """Returns what a space and a search of a model need."""
+    """Returns the options of a space and a search of a model."""
     return Options(fn=model.step, mesh=mesh, hardware=hardware, memory_limit_bytes=hardware.memory_bytes)
 
 

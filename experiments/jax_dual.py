@@ -148,7 +148,7 @@ class AscentResult(NamedTuple):
 
 
 def ascend_by_sweeps(csr: CSRProblem, seconds: float) -> AscentResult:
-    """Returns what the library's sweeps reach."""
+    """Returns the bound that the library's sweeps reach."""
     begin = time.process_time()
     ascent, steps = Ascent(csr), 0
     while (progress := (time.process_time() - begin) / seconds) < 1:
@@ -158,7 +158,7 @@ def ascend_by_sweeps(csr: CSRProblem, seconds: float) -> AscentResult:
 
 
 def ascend_by_gradient(csr: CSRProblem, seconds: float, rate: float) -> AscentResult:
-    """Returns what Adam along the gradient reaches; prices of memory and loads follow it as those of the sweeps do."""
+    """Returns the bound that Adam along the gradient reaches; prices of memory and loads follow it as with sweeps."""
     begin = time.process_time()
     unit = float(np.abs(csr.cost).sum()) / max(len(csr.sizes), 1) or 1.0
     problem, prices = dual_problem(csr, unit), initial_prices(csr)

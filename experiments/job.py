@@ -56,7 +56,7 @@ class Job:
             process.wait()
 
     def reports(self, process: int) -> list[dict[str, Any]]:
-        """Returns what a process has printed."""
+        """Returns the reports that a process has printed."""
         lines = self._outputs[process].read_text().split("\n")[:-1]  # the last one may not be whole yet
         return [json.loads(line) for line in lines if line.startswith("{")]
 

@@ -36,7 +36,7 @@ class Widths(NamedTuple):
     hidden: int
 
     def part(self, parts: int) -> "Widths":
-        """Returns what one of some tensor-parallel devices has."""
+        """Returns the widths on one of some tensor-parallel devices."""
         return Widths(self.model, self.queries // parts, self.keys // parts, self.hidden // parts)
 
 

@@ -189,7 +189,7 @@ def laws_of(rows: Sequence[Mapping[str, Any]], device: str) -> tuple[dict[str, A
 
 
 def table_over_hosts(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Returns what the presets' rules predict for all-reduces over several hosts, relative to measured seconds.
+    """Returns rows of the seconds of all-reduces over several hosts by the presets' rules, relative to measured ones.
 
     Nothing is fitted to these rows. Each source is a row, with the median of messages of 1 to 16 MiB, of up to 256 MiB,
     and of larger ones.

@@ -229,7 +229,7 @@ class Answer(NamedTuple):
 
 
 def answers_of(name: str, rival: Rival, mesh: Mesh) -> list[Answer]:
-    """Returns what each strategy says to a model."""
+    """Returns the answer of each strategy for a model."""
     answers = []
     for strategy, batch_spec in STRATEGIES.items():
         specs = specs_of(rival, strategy, mesh)

@@ -53,7 +53,7 @@ class WrongPreset(NamedTuple):
         return f"arithmetic {_word(self.arithmetic)}, {self.axis} {_word(self.link)}"
 
     def of(self, hardware: diffshard.Hardware) -> diffshard.Hardware:
-        """Returns what this preset takes for the hardware."""
+        """Returns the hardware as this wrong preset has it."""
         link = {f"{part} of {self.axis}": math.log(self.link) for part in ("latency", "bytes")}
         return scaled(hardware, {"arithmetic": math.log(self.arithmetic), "memory": 0.0, **link})
 

@@ -117,7 +117,7 @@ def time_plan(
 
 
 def named(plan_name: str, at_once: int) -> str:
-    """Returns what a plan is called in tables."""
+    """Returns the name of a plan in tables."""
     return plan_name if plan_name == FOUND or at_once == 1 else f"{plan_name}, {at_once} at once"
 
 

@@ -93,7 +93,7 @@ def broadcast_specs(
 
 
 def checked_axes_of(spec: PartitionSpec, rank: int, axis_names: Sequence[str], name: str) -> list[NamedAxes | None]:
-    """Returns what `constrained_axes_of` does for a spec that fits an array of this rank on a mesh of these axes."""
+    """Returns `constrained_axes_of` a spec, once it is checked to fit an array of this rank on a mesh of these axes."""
     if len(spec) > rank:
         raise ValueError(f"The spec of {name} is {spec} with {len(spec)} dimensions, but the array has {rank}.")
     dimensions = constrained_axes_of(spec, rank)

@@ -123,7 +123,7 @@ def _without_device_count(flags: str) -> str:
 
 
 def _text(file: Path) -> str:
-    """Returns what a process wrote; nothing where it ended before it opened the file."""
+    """Returns the text that a process wrote; "" where it ended before it opened the file."""
     return file.read_text(encoding="utf-8") if file.exists() else ""
 
 

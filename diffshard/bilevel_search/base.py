@@ -170,5 +170,5 @@ class LossPrediction(NamedTuple):
     slopes: Sequence[np.ndarray]
 
     def increase(self, choice: Sequence[int]) -> float:
-        """Returns what a choice is predicted to add to the loss."""
+        """Returns the predicted increase of the loss by a choice."""
         return self.offset + float(sum(row[s] for row, s in zip(self.slopes, choice, strict=True)))

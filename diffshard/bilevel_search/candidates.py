@@ -83,7 +83,7 @@ def refined_candidates(
     *,
     noise: float,
 ) -> list[Candidate]:
-    """Returns what the prediction proposes, once it is corrected by measurements, and was not measured yet.
+    """Returns the choices that the prediction, corrected by measurements, proposes and that were not measured yet.
 
     Under a bound on the loss these are the cheapest choices within it and within shares of it; under a weight of the
     cost the choice of least loss and cost.

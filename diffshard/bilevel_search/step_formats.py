@@ -216,7 +216,7 @@ class TrainingSearch:
         return RelaxedFormats(np.maximum(weights, begun.kept), price_s)
 
     def increases(self, state: StepState) -> dict[str, float]:
-        """Returns what each group that was looked at adds to the loss of a whole training, by its name."""
+        """Returns by how much each measured group raises the loss of a whole training, by its name."""
         names = [group.name for group in self._known.groups]
         return {n: float(x) for n, x in zip(names, self._increases(state), strict=True) if np.isfinite(x)}
 

@@ -187,7 +187,7 @@ class _Trials:
         return [self._trained_candidate(training, record) for training, record in pairs]
 
     def measurements(self, trained_candidates: Sequence[TrainedCandidate]) -> list[Measurement]:
-        """Returns what training measured of those that ran one choice from the start."""
+        """Returns the measurements of the candidates that trained with one choice from the start."""
         return [
             Measurement(t.choice, t.loss_increase, t.record.steps / self._num_steps)
             for t in trained_candidates

@@ -158,7 +158,7 @@ class _Process:
         self.process.wait()
 
     def result(self) -> CompiledStep | str:
-        """Returns what an ended process has written, or a sentence that says why there is nothing."""
+        """Returns the step that an ended process has compiled, or a sentence that says why there is none."""
         output = (self.folder / STDERR).read_text(encoding="utf-8", errors="replace")
         if self.is_late:
             return f"The compiler was stopped after {self.timeout_s:g} s."

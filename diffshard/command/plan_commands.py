@@ -252,7 +252,7 @@ def _positions(function: Callable[..., Any], arguments: Sequence[int | str]) -> 
 
 
 def _arguments_of(function: Callable[[], Any], static: Sequence[int]) -> tuple[Any, ...]:
-    """Returns what a function without parameters returns, as shapes if these can be result without running it.
+    """Returns the results of a function without parameters, as shapes if these can be found without running it.
 
     Arguments at positions of `static` are the values themselves.
     """

@@ -168,7 +168,7 @@ def _manifest_of(values: Any) -> _Manifest:
 
 
 def damage_of(folder: str, files: Files) -> str | None:
-    """Returns what is wrong with the files of a checkpoint; None if nothing is."""
+    """Returns a sentence about the first damaged file of a checkpoint; None if there is none."""
     for name in sorted(files):
         path = os.path.join(folder, name)
         try:
@@ -273,7 +273,7 @@ def divided(files: Files, count: int) -> list[dict[str, tuple[int, int]]]:
 
 
 def _damage_seen_by_all(folder: str, files: Files, processes: Processes) -> str | None:
-    """Returns what is wrong with the files of a checkpoint, of which each process reads a part; None if nothing is."""
+    """Returns `damage_of` the files of a checkpoint, of which each process reads a part."""
     processes.check_alike(_CHECK, {f"whether there is a folder `{folder}`": str(os.path.isdir(folder))})
     parts, first = divided(files, len(processes.indices)), processes.indices[0]
     damages = processes.gathered(_CHECK, lambda: damage_of(folder, parts[processes.place]))
@@ -293,7 +293,7 @@ def _damage_seen_by_all(folder: str, files: Files, processes: Processes) -> str 
 
 
 def _manifest_or_damage(folder: str) -> tuple[Checkpoint, Files] | str:
-    """Returns what `read_manifest` does, or what is wrong with the manifest.
+    """Returns the result of `read_manifest`, or a sentence about the damage of the manifest.
 
     Raises:
       IncompatibleError: a newer version of diffshard wrote the checkpoint.

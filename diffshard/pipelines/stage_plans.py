@@ -153,7 +153,7 @@ class StageDevices(NamedTuple):
 
 
 def stage_devices(cluster: Cluster, submesh: Submesh, numbers: Sequence[int], layout: StageLayout) -> StageDevices:
-    """Returns what a stage runs on, by the numbers of its devices in a cluster, and how."""
+    """Returns the mesh, the hardware and the layout of a stage, given the numbers of its devices in a cluster."""
     shape = mesh_shape(submesh)
     return StageDevices(mesh_of(cluster, numbers, shape), cluster.hardware(submesh.kind, shape), layout)
 

@@ -144,7 +144,7 @@ ONE_RUN = "a validation run"
 
 
 def noise_words(formats: PlannedFormats) -> str:
-    """Returns what is to be done where the noise of what was measured hides the limit; "" where it does not."""
+    """Returns advice where the noise of the measurements hides the limit; "" where it does not."""
     if formats.measured_by == ONE_RUN:
         return "A single validation run does not tell how far its increases are noise: two or more do."
     if not 1 < formats.more_runs < math.inf:

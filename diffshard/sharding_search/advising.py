@@ -53,7 +53,7 @@ def find_with_advice(find: Callable[[PlanRequest], Plan], request: PlanRequest) 
 
 
 def advice_of(request: PlanRequest, plan: Plan, deadline: Deadline) -> tuple[Advice, ...]:
-    """Returns what would make a plan's step faster or smaller, what gains most first.
+    """Returns changes that would make a plan's step faster or smaller, the largest gain first.
 
     What gains less than a hundredth of the step's seconds or of the peak's bytes is left out.
 

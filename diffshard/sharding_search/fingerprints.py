@@ -51,7 +51,7 @@ def function_digest(traced_function: TracedFunction) -> str:
 
 
 def run_facts(options: Options) -> dict[str, str]:
-    """Returns what does not decide the plan, but has to be the same in all processes that run it."""
+    """Returns the facts that do not decide the plan, but have to be the same in all processes that run it."""
     devices = options.mesh.devices.flat if isinstance(options.mesh, Mesh) else ()
     return {"the devices of `mesh`": str([device.id for device in devices]), **check_facts(options.checks_numbers)}
 
@@ -62,7 +62,7 @@ def check_facts(checks_numbers: bool) -> dict[str, str]:
 
 
 def plan_facts(plan: PlanData) -> dict[str, str]:
-    """Returns what has to be the same in all processes that use a plan: what decides how the function runs.
+    """Returns the facts that have to be the same in all processes that use a plan: all that decide how it runs.
 
     How long the search took, and what is predicted, may differ.
     """
@@ -113,7 +113,7 @@ def _arguments(traced_function: TracedFunction) -> dict[str, str]:
 
 
 def _program(traced_function: TracedFunction) -> dict[str, str]:
-    """Returns what is computed, and by which versions it is traced and planned."""
+    """Returns facts about the traced program, and about the versions and settings by which it is traced and planned."""
     return {
         **versions(),
         **setting_facts(),

@@ -143,7 +143,7 @@ class MeasuredLosses:
         return bool(self._calls)
 
     def increase_of(self, products: Set[FormatKey]) -> Increase:
-        """Returns what products in formats together add to the loss of a whole training: inf if it is not finite then.
+        """Returns by how much products in formats together raise the loss of a whole training; inf if it is not finite.
 
         Validation runs tell it, or else looks ahead.
         """

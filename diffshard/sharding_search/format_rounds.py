@@ -144,7 +144,7 @@ def _is_for(plan: Plan, groups: Sequence[ProductGroup], formats: Formats) -> boo
 
 
 def _increases_by(formats: Formats) -> str:
-    """Returns what tells the increase of each group first; "" where they are given."""
+    """Returns how the increase of each group is first measured; "" where increases are given."""
     return formats.increases_by if formats.increases is None else ""
 
 
@@ -156,7 +156,7 @@ def measured_trials(
     rules: Mapping[str, Set[FormatKey]],
     planned: dict[str, FoundFormats] | None = None,
 ) -> list[Trial]:
-    """Returns what was found in each round, and the rules, in the order in which they were measured.
+    """Returns the trials of each round and of the rules, in the order in which they were measured.
 
     The last round stands in the place of an earlier one that found the same formats.
 
@@ -228,7 +228,7 @@ def fastest_trial(trials: Sequence[Trial], limit: float) -> Trial:
 
 
 def measured_losses(request: PlanRequest) -> MeasuredLosses:
-    """Returns what measures the losses of the function, or of the narrower one that stands for it."""
+    """Returns the measured losses of the function, or of the narrower one that stands for it."""
     options, traced_function, space = request.options, request.traced_function, request.space
     formats = options.formats
     assert formats is not None
@@ -253,7 +253,7 @@ def _warn_of_overflows(losses: MeasuredLosses) -> None:
 
 
 def increases_at(losses: MeasuredLosses, groups: Sequence[ProductGroup], products: Set[FormatKey]) -> dict[str, float]:
-    """Returns what each group adds where some products of the measured function are in formats, by its name."""
+    """Returns the increase of the loss by each group, by its name, where some products are in formats."""
     measured = [losses.groups[group.name] for group in groups if group.name in losses.groups]
     return dict(zip((g.name for g in measured), losses.increases_at(products, measured), strict=True))
 

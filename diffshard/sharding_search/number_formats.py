@@ -163,7 +163,7 @@ class ProductGroup(NamedTuple):
         return (vertex.index, self.format) if self.kind == "product" else Coded(vertex.index, self.format, self.kind)
 
     def without(self, keys: Iterable[FormatKey]) -> frozenset[FormatKey]:
-        """Returns what of some keys is not of these operations, in whatever format."""
+        """Returns the keys that are not of these operations, in whatever format."""
         own = {vertex.index for vertex in self.vertices}
         return frozenset(key for key in keys if key[0] not in own or kind_of(key) != self.kind)
 
@@ -257,7 +257,7 @@ def product_groups(space: ShardingSpace, formats: Sequence[str] = ("float8",)) -
 
 
 def offered_groups(space: ShardingSpace, formats: Formats) -> list[ProductGroup]:
-    """Returns what gains time in fewer bits with some strategy, whatever it does to the loss, and all kept arrays."""
+    """Returns the groups that gain time in fewer bits with some strategy, whatever the loss, and all kept arrays."""
     return _gaining(space, all_groups(space, formats))
 
 

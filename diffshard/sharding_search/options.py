@@ -227,7 +227,7 @@ def positional_names(signature: inspect.Signature | None) -> list[str]:
 
 
 def names_by_position(signature: inspect.Signature | None, count: int) -> list[str]:
-    """Returns what a user calls the first arguments of a function: those of `*batch` are `batch[0]`, `batch[1]`."""
+    """Returns the names of the first arguments of a function: those of `*batch` are `batch[0]`, `batch[1]`."""
     names = positional_names(signature)[:count]
     parameters = () if signature is None else signature.parameters.values()
     for rest in (p.name for p in parameters if p.kind is p.VAR_POSITIONAL):

@@ -69,7 +69,7 @@ class Plan(PlanData):
         return framed(self.html())
 
     def diff(self, other: PlanData) -> PlanDifference:
-        """Returns what differs between this plan and another one, which may be of another mesh, hardware or function.
+        """Returns the differences from another plan, which may be of another mesh, hardware or function.
 
         >>> print(plan.diff(other))
 

@@ -190,7 +190,7 @@ def is_made_for(plan: PlanData, request: PlanRequest) -> bool:
 
 
 def _operation_name(kind: str, signature: str) -> tuple[str, str]:
-    """Returns what must be the same for specs to carry over: sizes of arrays may differ, as those of a larger batch."""
+    """Returns the key that operations must share for specs to carry over; sizes may differ, as of a larger batch."""
     return kind, signature.split("(")[0]
 
 

@@ -225,7 +225,7 @@ class PlannedFunction(Generic[PlanT]):
     def _prepare(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], progress: Progress | None, *, is_expected: bool = True
     ) -> tuple[_Prepared[PlanT], list[Any]]:
-        """Returns what runs a call, and its flat arrays. A search that the user may not expect is told."""
+        """Returns the function that runs a call, and its flat arrays. A search that the user may not expect is told."""
         args, kwargs, _ = without_residuals(args, kwargs)
         with errors_for_all(self.options.mesh, f"plan {self.options.function_name} together"):
             arrays, structure = split(bound_arguments(self.options, args, kwargs))

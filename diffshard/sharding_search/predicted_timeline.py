@@ -44,7 +44,7 @@ def predicted_timeline(space: ShardingSpace, layout: Layout) -> PredictedTimelin
 
 
 def _timeline(space: ShardingSpace, program: ProgramSteps, played: Played) -> Timeline:
-    """Returns what was played in the form that compiled programs have as well."""
+    """Returns the played program as a timeline, the form that compiled programs have as well."""
     spans: list[Span] = []
     busy_s: dict[str, float] = defaultdict(float)
     waited_s: dict[tuple[str, str], float] = defaultdict(float)

@@ -184,7 +184,7 @@ class _Writer:
         return known[0]
 
     def _code(self, code: types.CodeType) -> str:
-        """Returns what a function's byte code does: instructions, names and constants."""
+        """Returns the instructions, names and constants of a function's byte code, as text."""
         constants = [self._code(c) if isinstance(c, types.CodeType) else self.value(c) for c in code.co_consts]
         return f"{code.co_code.hex()} {code.co_names} {constants}"
 
@@ -203,7 +203,7 @@ def _type_text(array: Any) -> str:
 
 
 def _closed_over(function: Callable[..., Any]) -> list[Any]:
-    """Returns what a function closes over; the type only of what it changes, such as a list in which it counts calls.
+    """Returns the values that a function closes over; of those that it changes, such as counters, the types only.
 
     That would be different in every call, and in a process that only waits for another one's result.
     """

@@ -294,7 +294,7 @@ def _first_that_fits(count: int, fits: Callable[[int], bool]) -> int | None:
 def record_of(
     network: Network, passes: Sequence[Passes], candidate: RematChoice, link: HostLink | None
 ) -> Rematerialisation:
-    """Returns what is kept, what is computed again and what is offloaded, all that the same code makes together.
+    """Returns the values that are kept, computed again and offloaded, those of the same line of code together.
 
     Args:
       link: to the host's memory; None if nothing can be offloaded.

@@ -220,7 +220,7 @@ def traced_again(traced_function: TracedFunction, flat: Callable[..., list[Any]]
 
 
 def _called(options: Options, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Returns what the user's function returns."""
+    """Calls the user's function and returns its results."""
     try:
         return options.fn(*map(plain, args), **{name: plain(argument) for name, argument in kwargs.items()})
     except ValueError as error:

@@ -127,7 +127,7 @@ class LearnedTableCost:
     def prediction(
         self, tables: Sequence[EmbeddingTable], pieces: Sequence[Piece], devices: TableDevices
     ) -> LearnedPrediction:
-        """Returns what a plan keeps of `decoded`."""
+        """Returns the seconds of `decoded` with their source, as a plan keeps them."""
         found = self.decoded(tables, pieces, devices)
         source = f"{self.num_devices} measured devices of kind {self.device!r}, {self.date}, JAX {self.jax_version}"
         return LearnedPrediction(source, tuple(found.forward_s.tolist()), tuple(found.rest_s.tolist()))

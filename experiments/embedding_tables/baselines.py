@@ -106,7 +106,7 @@ def beam_s(tables: Sequence[EmbeddingTable], devices: TableDevices, depth: int =
 
 
 def beam(tables: Sequence[EmbeddingTable], devices: TableDevices, depth: int = _DEPTH) -> "Placed | None":
-    """Returns what `beam_placed` finds where parts are priced by their bytes; None if nothing fits."""
+    """Returns the placement of `beam_placed` where parts are priced by their bytes; None if nothing fits."""
     return beam_placed(Prices(tables, devices), depth)
 
 

@@ -62,7 +62,7 @@ def long_pooling(seed: int) -> list[EmbeddingTable]:
 
 
 def ways(tables: Sequence[EmbeddingTable], devices: TableDevices, seed: int) -> dict[str, tuple[list[Piece], float]]:
-    """Returns what each way places where, and its processor seconds."""
+    """Returns the pieces that each way places, and its processor seconds."""
     one_link = dataclasses.replace(devices, s_per_byte=devices.far_s_per_byte, num_hosts=1, far_s_per_byte=0.0)
     spaces = {
         ONE: EmbeddingTableSpace(tables, one_link),

@@ -23,7 +23,7 @@ _COLORS = {"forward": "#2f6f9f", "rest": "#9fc3dd", "memory": "#8a8a8a"}
 
 
 def placements(num_devices: int, seed: int) -> dict[str, Placed | DecodedTables]:
-    """Returns what the devices do by each way, by its name.
+    """Returns the placement of each way, by its name.
 
     Raises:
       ValueError: a baseline finds no placement.

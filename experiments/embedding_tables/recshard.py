@@ -125,7 +125,7 @@ class WholeTablesSpace(EmbeddingTableSpace):
 
 
 def program_pieces(task: Task, devices: TableDevices) -> tuple[list[Piece], float]:
-    """Returns what RecShard's mixed integer program chooses, and the gap that HiGHS leaves.
+    """Returns the choice of RecShard's mixed-integer program, and the gap that HiGHS leaves.
 
     A variable says that table t is on device d with the hot rows that have a part of its lookups in fast memory.
 
@@ -186,7 +186,7 @@ def in_two_tiers(table: EmbeddingTable, index: int, device: int, hot: int) -> li
 
 
 def outcomes(task: Task, num_devices: int, share: float) -> dict[str, Outcome]:
-    """Returns what all ways do where devices have room for a share of the bytes of all tables."""
+    """Returns the outcome of each way where devices have room for a share of the bytes of all tables."""
     whole = sum(piece_bytes(table, table.rows, table.dimension) for table in task.tables)
     mesh = AbstractMesh((num_devices,), ("tables",))
     hottest = {name: own.hottest for name, own in task.statistics.items()}

@@ -216,7 +216,7 @@ def _copy_seconds(table: EmbeddingTable, topology: Topology) -> float:
 def _our_seconds(
     table: EmbeddingTable, spans: Sequence[Sequence[tuple[int, int, int, int]]], devices: TableDevices
 ) -> list[tuple[float, ...]]:
-    """Returns what each piece costs by our prices; the first spans are of a copy."""
+    """Returns the cost of each piece by our prices; the first spans are of a copy."""
     copy, *others = spans
     pieces = [(Piece(0, EVERY_DEVICE, *copy[0]),)]
     pieces += [(Piece(0, 0, *span),) for of_one in others for span in of_one]

@@ -66,7 +66,7 @@ class BilevelPlanDamage:
         self.damage = Damage(document)
 
     def outcome(self, seed: int) -> str:
-        """Returns what becomes of a case: `REFUSED`, `TAKEN`, or where which error came from."""
+        """Returns the outcome of a case: `REFUSED`, `TAKEN`, or an error and where it came from."""
         path = self._path("damaged")
         path.write_text(json.dumps(self.damage.document_of(seed)))
         try:

@@ -93,7 +93,7 @@ def _search(function: RandomFunction, mesh: Mesh) -> diffshard.plans.PlannedFunc
 
 
 def _verdict(function: RandomFunction, plan: diffshard.Plan, executor: Executor, expected: Sequence[Any]) -> str:
-    """Returns what becomes of a plan by an executor; what is wrong is run as users do, so that it may be refused."""
+    """Returns the outcome of a plan by an executor; a wrong one is run as users do, so that it may be refused."""
     args = plan.shard(*function.args)
     try:
         planned = plan.apply(function, executor=executor)

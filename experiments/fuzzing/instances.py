@@ -37,7 +37,7 @@ class InstanceDamage:
         self.damage = Damage(whole_instance())
 
     def outcome(self, seed: int) -> str:
-        """Returns what becomes of a case: `REFUSED`, `TAKEN`, or where which error came from."""
+        """Returns the outcome of a case: `REFUSED`, `TAKEN`, or an error and where it came from."""
         document = json.loads(json.dumps(self.damage.document_of(seed)))
         try:
             with warnings.catch_warnings():

@@ -13,7 +13,7 @@ TAKEN = "taken"
 
 
 def error_outcome(error: BaseException, seed: int) -> str:
-    """Returns what an error is and where it comes from."""
+    """Describes an error by its type, where it comes from, and the seed of the case."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__} at {frame.filename.rpartition('/')[2]}:{frame.lineno}, seed {seed}"
 

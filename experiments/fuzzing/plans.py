@@ -61,7 +61,7 @@ class PlanDamage:
         self.damage = Damage(json.loads(json.dumps(to_json(self.plan))))
 
     def outcome(self, seed: int) -> str:
-        """Returns what becomes of a case: `REFUSED`, `TAKEN`, or where which error came from."""
+        """Returns the outcome of a case: `REFUSED`, `TAKEN`, or an error and where it came from."""
         try:
             plan = from_json(self.damage.document_of(seed), "plan.json", diffshard.Plan)
             _ = str(plan), plan.html(), str(self.plan.diff(plan))

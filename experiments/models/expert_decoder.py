@@ -142,7 +142,7 @@ def places(chosen: jax.Array, num_experts: int, capacity: int) -> tuple[jax.Arra
 
 
 def _mixture(x: jax.Array, w: Layer, sizes: ExpertSizes) -> jax.Array:
-    """Returns what the chosen experts make of each token, weighted by their scores, `[B, L, M] -> [B, L, M]`."""
+    """Returns the results of the chosen experts for each token, weighted by their scores, `[B, L, M] -> [B, L, M]`."""
     scores = jax.nn.sigmoid((x @ w["router"]).astype(jnp.float32))
     gates, chosen = lax.top_k(scores, sizes.chosen)
     gates = (gates / jnp.sum(gates, axis=-1, keepdims=True)).astype(x.dtype)

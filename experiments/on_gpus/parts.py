@@ -98,7 +98,7 @@ class Settings:
 
 
 def environment(settings: Settings) -> Environment:
-    """Returns what is measured on."""
+    """Returns the devices and versions that are measured."""
     mesh = settings.make_mesh()
     device = mesh.devices.flat[0]
     versions = {name: version(name) for name in ("jax", "jaxlib")}

@@ -254,7 +254,7 @@ def fits(tables: StageTables, num_kept: int) -> np.ndarray:
 
 
 def transfers_s(stages: Sequence[Stage], submeshes: Sequence[Submesh], tables: StageTables) -> list[float]:
-    """Returns what each link takes for a micro-batch one way, from where the stages lie in the hosts.
+    """Returns the seconds of each link for a micro-batch one way, from where the stages lie in the hosts.
 
     Larger stages are placed first, so that a stage of a power of two devices never lies across two hosts in vain.
     """

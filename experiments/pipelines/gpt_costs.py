@@ -134,7 +134,7 @@ def stage_tables(model: Gpt, submeshes: list[Submesh], microbatch_samples: int) 
 
 
 def _layers(model: Gpt, hardware: Hardware, samples: int, split: int) -> _Layers:
-    """Returns what each layer takes on a device with b samples whose layers are split over t devices."""
+    """Returns the seconds of each layer on a device with b samples whose layers are split over t devices."""
     h, tokens = model.width, samples * model.num_tokens  # tokens: b·s
     scores = samples * model.num_heads * model.num_tokens**2
     rate = hardware.reached_flops_per_s("float16")

@@ -126,7 +126,7 @@ def _run_tests(words: Sequence[str], copy: Path, limit_s: float) -> tuple[int | 
 def outcomes_of(
     faults: Sequence[Fault], *, jobs: int, limit_s: float, nearest_only: bool, records: Path | None
 ) -> list[Outcome]:
-    """Returns what the tests make of each fault.
+    """Returns the outcome of the tests for each fault.
 
     Args:
       faults: to be planted, one at a time in each copy.

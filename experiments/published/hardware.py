@@ -65,7 +65,7 @@ def device_of(run: Run, prices: Prices = "measured") -> tuple[Hardware, Network]
 
 
 def _with_triton(device: Hardware, name: str) -> MeasuredRates:
-    """Returns what was measured of a device with FlashAttention in Triton in place of the measured kernel."""
+    """Returns the measured rates of a device with FlashAttention in Triton in place of the measured kernel."""
     attention = device.measured.attention
     assert attention is not None
     newer = _FLASH_ATTENTION_2_ON_H100 if name == "h100" else attention.flops_per_s

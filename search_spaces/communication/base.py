@@ -152,7 +152,7 @@ class CollectiveStrategy(Protocol):
         ...
 
     def stages(self, collective: CollectiveOp, shape: Sequence[int], dtype: np.dtype) -> list["Stage"]:
-        """Returns what the strategy sends in an average training step for an operand of a shape and type."""
+        """Returns the stages by which an operand of a shape and type is sent in an average training step."""
         ...
 
 

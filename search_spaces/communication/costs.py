@@ -36,7 +36,7 @@ class GroupCosts(NamedTuple):
     edges: dict[tuple[int, int], np.ndarray]
 
     def of_choice(self, choice: Sequence[int]) -> list[float]:
-        """Returns what each group costs, `[V]`; an edge counts for its second group."""
+        """Returns the cost of each group, `[V]`; an edge counts for its second group."""
         totals = [float(node[strategy]) for node, strategy in zip(self.nodes, choice, strict=True)]
         for (u, v), edge in self.edges.items():
             totals[v] += float(edge[choice[u], choice[v]])

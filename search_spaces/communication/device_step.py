@@ -51,7 +51,7 @@ class DeviceStep:
         """Returns this device's share of the training loss for a selection."""
 
         def dynamic_part(o: int | None) -> Any:
-            """Returns what `custom_vjp` must see as an argument, because it cannot capture tracers."""
+            """Returns a selection that `custom_vjp` must get as an argument, because it cannot capture tracers."""
             node_selection = None if o is None else selection[self.group_of[o]]
             return None if isinstance(node_selection, int) else node_selection
 
@@ -160,7 +160,7 @@ class DeviceStep:
         return _run_selected(functions, selected, x, residual, key, step)
 
     def functions_at(self, o: int, step: jax.Array) -> tuple[list[Callable[..., Any]], jax.Array]:
-        """Returns what an operation's strategies run: functions of operand, residual, key and step.
+        """Returns the functions that an operation's strategies run, of operand, residual, key and step.
 
         Each stands there once, whatever schedules there are; `[S]` are the numbers of those that run now.
         """

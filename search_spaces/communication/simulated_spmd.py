@@ -123,7 +123,7 @@ class WholeStep:
 def simulate(
     fn: Callable[..., Any], mesh_axes: Mapping[str, int], in_specs: Sequence[Any], out_specs: Any
 ) -> Callable[..., Any]:
-    """Returns what `jax.shard_map(fn, ..., check_vma=False)` returns, a function of whole arrays, for one device.
+    """Returns `jax.shard_map(fn, ..., check_vma=False)`, a function of whole arrays, for one device.
 
     Arrays that no axis splits are stored once, not once for each device. Of results that an axis does not split, those
     of its first device are returned.

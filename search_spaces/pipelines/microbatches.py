@@ -304,7 +304,7 @@ class _Parts:
         return bind(vertex.equation, operands, **untyped_parameters(vertex.equation))
 
     def _total(self, operand: Operand, own: Any) -> Any:
-        """Returns what examples read as a sum of the whole batch: it, or the estimate of their own micro-batch."""
+        """Returns a sum over the whole batch as examples read it: exactly, or estimated from their own micro-batch."""
         if self.totals is None or not isinstance(operand, Value):
             return own
         if operand.id in self.totals:

@@ -224,7 +224,7 @@ class _Recomputation:
     def _trips(
         self, index: int, scan: OpenedScan, forward: _Lazy, array_of: Mapping[Key, Any]
     ) -> tuple[list[Any], Callable[[list[Any]], list[Any]]]:
-        """Returns what a scan's trips run again from: stacked arrays, and the function of their slices in one trip."""
+        """Returns the stacked arrays from which a scan's trips run again, and the function of one trip's slices."""
         equation = self.forward.program.jaxpr.eqns[index]
         body = equation.params["jaxpr"]
         inner, outer = scan_operands(equation, body.jaxpr.invars), scan_operands(equation, equation.invars)

@@ -171,7 +171,7 @@ def without_formats(strategy: ShardingStrategy) -> ShardingStrategy:
 
 
 def coded_by(strategy: ShardingStrategy, vertex: int) -> list[Coded]:
-    """Returns what a strategy of a vertex has as codes."""
+    """Returns the arrays that a strategy of a vertex sends or keeps as codes."""
     return [Coded(vertex, name, kind) for kind, field in _FIELDS.items() if (name := getattr(strategy, field))]
 
 

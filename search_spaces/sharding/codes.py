@@ -55,7 +55,7 @@ def in_codes(array: jax.Array, name: str) -> jax.Array:
 
 
 def directions(graph: Graph) -> list[str]:
-    """Returns what each vertex belongs to, `[vertices]`: "gradient" where no product depends on it any more."""
+    """Returns the direction of each vertex, `[vertices]`: "gradient" where no product depends on it any more."""
     leads = leads_to_contraction(graph)
     return [
         "gradient" if not leads[vertex.index] else "backward" if is_backward(vertex) else "forward"

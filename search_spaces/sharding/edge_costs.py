@@ -61,7 +61,7 @@ class EdgeCosts:
         self._made: dict[Hashable, tuple[np.ndarray, Any]] = {}
 
     def transfer_s(self, edge: Edge, nodes: Sequence[Node]) -> np.ndarray:
-        """Returns what `edge_transfer_s` does, the same array for edges that agree in what it depends on."""
+        """Returns `edge_transfer_s`, the same array for edges of equal `edge_key`."""
         key = edge_key(edge, nodes, self._shares)
         if key not in self._made:
             ends = nodes[edge.node].strategies, nodes[edge.reader].strategies  # kept, since the key has their ids
@@ -82,7 +82,7 @@ def transfer_matrices(
 
 
 def edge_key(edge: Edge, nodes: Sequence[Node], shares: CollectiveShares) -> Hashable:
-    """Returns what the seconds of an edge depend on, on one mesh."""
+    """Returns a key of all that the seconds of an edge depend on, on one mesh."""
     node, reader = nodes[edge.node], nodes[edge.reader]
     is_stored = reader.shared_value is None and reader.vertex.kind == "input"
     ends = id(node.strategies), edge.result, id(reader.strategies), edge.operand, is_stored
@@ -179,7 +179,7 @@ class Exchange(NamedTuple):
 
 
 def exchanges_of(edge: Edge, nodes: Sequence[Node], reshard_costs: ReshardCosts) -> list[Exchange]:
-    """Returns what an edge exchanges as codes, for each format that its strategies have."""
+    """Returns the exchanges of an edge as codes, one for each format that its strategies have."""
     node, reader = nodes[edge.node], nodes[edge.reader]
     is_shared = reader.shared_value is not None
     names = [s.exchanged_in for s in (reader if is_shared else node).strategies]

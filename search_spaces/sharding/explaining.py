@@ -107,7 +107,7 @@ def predict(
     layout: Layout,
     choice: Sequence[int],
 ) -> StepPrediction:
-    """Returns what each part of a choice costs.
+    """Returns the predicted cost of each part of a choice.
 
     Args:
       choice: `[V]` strategy indices.

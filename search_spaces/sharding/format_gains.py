@@ -10,7 +10,7 @@ from search_spaces.sharding.space import ShardingSpace
 
 
 def most_gains_s(space: ShardingSpace) -> dict[FormatKey, float]:
-    """Returns what each product and sum can gain at most in each format, seconds, with any strategies of the others.
+    """Returns the most seconds that each product and sum can gain in each format, with any strategies of the others.
 
     A sum gains the time that its link is busy less, whatever part of it the step waits for: links may bound the step.
     """
@@ -68,7 +68,7 @@ def _most_gain_of_sum_s(space: ShardingSpace, coded: Coded) -> float:
 
 
 def gains_s(space: ShardingSpace, choice: Sequence[int] | np.ndarray) -> dict[FormatKey, float]:
-    """Returns what each gains in each format at a choice, seconds, with all others as they are there."""
+    """Returns the seconds that each product and sum gains in each format at a choice, with the others as they are."""
     at_choice, gains = _AtChoice(space, choice), {}
     for key, price_s in space.format_price_s.items():
         node = space.node_of(key)
@@ -103,7 +103,7 @@ class _AtChoice:
 
 
 def gains_together_s(space: ShardingSpace, choice: Sequence[int] | np.ndarray) -> dict[FormatKey, float]:
-    """Returns what each gains in each format at a choice, seconds, if others share the rounding that can be shared."""
+    """Returns the seconds that each gains in each format at a choice, if others share the roundings that they can."""
     names = dict.fromkeys(name for own in space.shared_formats.values() for name in own)
     shared = {name: gains_s(space, _with_shared_reshards_in(space, choice, name)) for name in names}
     own = gains_s(space, choice)

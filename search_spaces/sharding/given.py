@@ -46,7 +46,7 @@ def is_constrained(vertex: Vertex) -> bool:
 
 
 def constraint_of(vertex: Vertex, axis_names: Sequence[str], sizes: Sequence[int]) -> GivenSpec | None:
-    """Returns what a sharding constraint asks for; None for every other vertex."""
+    """Returns the spec that a sharding constraint asks for; None for every other vertex."""
     if vertex.primitive != "sharding_constraint":
         return None
     spec = getattr(vertex.params["sharding"], "spec", None)
@@ -133,7 +133,7 @@ def _entries(in_shardings: Any, kinds: str) -> Iterator[tuple[str, PartitionSpec
 
 
 def given_specs(in_shardings: Any, args: Sequence[Any]) -> list[PartitionSpec | NamedSharding | None]:
-    """Returns what the user gives for each leaf of the positional arguments, None for nothing.
+    """Returns the given spec of each leaf of the positional arguments; None where there is none.
 
     Args:
       in_shardings: as in `search`: an entry for each argument, without the static ones.
@@ -176,7 +176,7 @@ def _differences(prefix: Any, tree: Any, path: str = "") -> Iterator[tuple[str, 
 
 
 def _in_words(value: Any, parts: Sequence[tuple[Any, Any]]) -> str:
-    """Returns what a part of a tree is, by the paths of its own parts: `a dict with ['bias'], ['kernel']`."""
+    """Describes a part of a tree by the paths of its own parts: `a dict with ['bias'], ['kernel']`."""
     names = [jax.tree_util.keystr(path) for path, _ in parts]
     if value is None or names == [""]:
         return "None" if value is None else "one array"

@@ -294,5 +294,5 @@ def check_sizes(graph: Graph) -> None:
 
 
 def _named(vertex: Vertex) -> str:
-    """Returns what a user calls an array or an operation."""
+    """Returns the name of an array or an operation for a user."""
     return f"`{vertex.name}`" if vertex.name else f"{vertex.primitive or vertex.kind} ({vertex.user_source})"

@@ -147,7 +147,7 @@ def with_host_strategies(nodes: Sequence[Node], arrays: Sequence[HostArray]) -> 
 def host_s_per_byte(
     graph: Graph, arrays: Sequence[HostArray], hardware: Hardware, num_devices: int
 ) -> dict[int, float]:
-    """Returns what a step waits for each byte of a device's part that is on the host, in seconds, by the input's index.
+    """Returns the seconds that a step waits for each byte of a device's part on the host, by the input's index.
 
     An array is copied in and back. Copies beside products are waited for at the hardware's exposed share, unless
     products take less time than the link has for all of them: then for the share that is left if every such array is on

@@ -135,7 +135,7 @@ class GraphInterpreter:
         return self._reshard(env[operand.id], operand, source, spec, exchanged_in)
 
     def _read_message(self, env: Environment, vertex: Vertex, position: int, spec: IndexedSpec) -> Any:
-        """Returns what `_read_operand` does, but rounds what a product in float8 reads first if it is moved so."""
+        """Reads as `_read_operand` does, but rounds an operand of a product in float8 first if it is moved as codes."""
         operand = vertex.operands[position]
         assert isinstance(operand, Value)
         if not is_message_coded(self.path, self.layout, vertex, position):
@@ -145,7 +145,7 @@ class GraphInterpreter:
         return self._reshard(self.encode(env[operand.id], vertex, position, source), operand, source, spec)
 
     def _read_array(self, env: Environment, operand: Operand, spec: IndexedSpec, dtype: Any) -> Any:
-        """Returns what `_read_operand` does, but a literal becomes an array of the given type."""
+        """Reads as `_read_operand` does, but returns a literal as an array of the given type."""
         array = self._read_operand(env, operand, spec)
         return array if isinstance(operand, Value) else jnp.asarray(array, dtype)
 
@@ -387,7 +387,7 @@ class GraphInterpreter:
                 self._leave(env, stack, array, 0)
 
     def _stacked(self, env: Environment, stack: Vertex) -> Any:
-        """Returns what a trip leaves of a stack: the codes of it, if the stack is kept as codes."""
+        """Returns the part of a stack that a trip leaves: its codes, if the stack is kept as codes."""
         array, (value,) = self._operand(env, stack, 0), stack.results
         if value.id not in self.late.kept:
             return array

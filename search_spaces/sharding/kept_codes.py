@@ -60,7 +60,7 @@ class Residuals:
         return found
 
     def _stacked(self, value: Value) -> Residual | None:
-        """Returns what a loop of the forward pass leaves for one of the backward pass, a part for each trip.
+        """Returns the stack that a loop of the forward pass leaves for one of the backward pass, a part for each trip.
 
         Both loops have the numbers of one trip at a time, so that only codes are in memory between them.
         """
@@ -107,7 +107,7 @@ class Residuals:
         return len(vertex.results) == 1 and not self.lifetimes.is_written[vertex.results[0].id]
 
     def late_reads(self, kept: Mapping[int, str]) -> LateReads:
-        """Returns what is read late if some of the values are kept as codes, by their ids, in formats."""
+        """Returns the late reads if some of the values, by their ids, are kept as codes in formats."""
         if not kept:
             return LateReads()
         changed = set(kept)

@@ -210,7 +210,7 @@ def _inside(
 
 
 def _needed_share(vertex: Vertex, number: int, operand: Value) -> float:
-    """Returns what share of an operand a share of the vertex's result needs, as the quotient of the two."""
+    """Returns the share of an operand that a share of the vertex's result needs, as the quotient of the two."""
     if not vertex.results:  # a callback, such as `jax.debug.print`
         return 1.0
     ratio = prod(vertex.results[0].shape) / max(1, prod(operand.shape))

@@ -81,7 +81,7 @@ def untyped_parameters(equation: core.JaxprEqn) -> dict[str, Any]:
 
 
 def combiner(vertex: Vertex) -> str:
-    """Returns what combines the partial results of an operation: a key of `local_blocks.REDUCERS`."""
+    """Returns the reducer that combines the partial results of an operation: a key of `local_blocks.REDUCERS`."""
     custom_call = custom_call_of(vertex)
     if custom_call is not None and vertex.equation is not None:
         return custom_call.combine(vertex.equation)
@@ -289,7 +289,7 @@ def _rows_here(
 
 
 def _fill_value(given: Any, dtype: Any) -> Any:
-    """Returns what `lax.gather` gives for indices that are out of bounds."""
+    """Returns the value of `lax.gather` for indices that are out of bounds."""
     if given is not None:
         return given
     if jnp.issubdtype(dtype, jnp.inexact):

@@ -232,7 +232,7 @@ def _add_state(
 
 
 def _kept_shares(value: Value, strategies: Sequence[ShardingStrategy]) -> list[float]:
-    """Returns what a value takes with each strategy, as a share of its own bytes: less where it is kept as codes."""
+    """Returns the memory of a value with each strategy, as a share of its own bytes: less where it is kept as codes."""
     return [CODES[s.kept_in].bits / 8 / value.dtype.itemsize if s.kept_in else 1.0 for s in strategies]
 
 

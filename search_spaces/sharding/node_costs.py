@@ -102,7 +102,7 @@ class NodeCosts:
         return map_by_key(self.node_s, nodes, lambda n: (self.key(n), tuple(self._priced.get(n.vertex.index, ()))))
 
     def key(self, node: Node) -> Hashable:
-        """Returns what a node's seconds depend on besides its prices."""
+        """Returns a key of all that a node's seconds depend on besides its prices."""
         vertex = node.vertex
         shares = tuple((self.shares.latency(value), self.shares.exposed(value)) for value in vertex.results)
         return (
@@ -240,7 +240,7 @@ class NodeCosts:
         return self._chosen_compute_s[key]
 
     def work(self, vertex: Vertex, strategy: ShardingStrategy) -> Work | AttentionWork:
-        """Returns what one device does in one run of an operation; what it moves even where it states its seconds."""
+        """Returns the work of one device in one run of an operation, also where the operation states its seconds."""
         assert vertex.equation is not None
         if custom_call_of(vertex) is not None:
             return local_work(vertex, strategy, self.axis_sizes)
@@ -343,9 +343,9 @@ class NodeCosts:
         return vertex.weight * (kernel_s + 2 * self.hardware.kernel_launch_s)
 
     def own_collectives(self, vertex: Vertex, strategy: ShardingStrategy) -> list[PricedCollective]:
-        """Returns what a custom call or a `shard_map` sends itself, with its seconds in one run.
+        """Returns the collectives that a custom call or a `shard_map` runs itself, with their seconds in one run.
 
-        A `shard_map` that states its seconds has what it sends in them, and nothing here.
+        Of a `shard_map` that states its seconds there are none, as these seconds have them.
         """
         if vertex.equation is not None and vertex.primitive == "shard_map":
             is_stated = stated_seconds(vertex.equation) is not None
@@ -382,7 +382,7 @@ class NodeCosts:
 
 
 def touched_bytes(vertex: Vertex, strategy: ShardingStrategy, kernels: Kernels, axis_sizes: tuple[int, ...]) -> float:
-    """Returns what an operation reads and writes on one device: nothing fused, of a table only what it picks."""
+    """Returns the bytes that an operation reads and writes on one device: nothing fused, of a table the picked rows."""
 
     def local(array: Operand, spec: IndexedSpec) -> float:
         return local_bytes(array, spec, axis_sizes) if isinstance(array, Value) else 0.0

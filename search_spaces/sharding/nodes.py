@@ -165,7 +165,7 @@ class _StrategiesOnMesh:
         is_copied: bool,
         split_axes: frozenset[int],
     ) -> tuple[ShardingStrategy, ...]:
-        """Returns what a vertex may choose from.
+        """Returns the strategies of a vertex.
 
         Args:
           rule: of its operation; None replicates.
@@ -195,7 +195,7 @@ class _StrategiesOnMesh:
         )
 
     def of_shared_reshard(self, value: Value) -> tuple[ShardingStrategy, ...]:
-        """Returns what the shared reshard of a value may choose from."""
+        """Returns the strategies of the shared reshard of a value."""
         specs = self._specs(value, None, with_padding=value.id not in self.new_results)
         return tuple(strategy_of_spec(spec, self.axes.sizes) for spec in specs)
 

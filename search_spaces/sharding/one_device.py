@@ -25,7 +25,7 @@ class OneDevice(NamedTuple):
 
 
 def on_one_device(space: ShardingSpace) -> OneDevice:
-    """Returns what the step of a space takes where nothing is split."""
+    """Returns the seconds and the memory of the step of a space where nothing is split."""
     graph, sizes = space.graph, space.axis_sizes
 
     def whole(node: Node) -> Node:

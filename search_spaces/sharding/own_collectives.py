@@ -176,7 +176,7 @@ stated_seconds_p = core.Primitive("stated_seconds")
 
 
 def stating_seconds(results: Any, forward_s: float, backward_s: float = 0.0) -> Any:
-    """Returns what a `shard_map`'s body returns, marked with seconds for a plan that the mapping is part of.
+    """Marks the results of a `shard_map`'s body with its seconds, for a plan that the mapping is part of.
 
     Args:
       results: a pytree of arrays, which share the seconds equally.

@@ -136,7 +136,7 @@ def _join_arguments(graph: Graph, symbols: np.ndarray, group: np.ndarray) -> Non
 
 
 def _named(vertex: Vertex, form: int) -> Hashable:
-    """Returns what equal vertices have in common: what they compute, and the names around them."""
+    """Returns a key that equal vertices share: of what they compute, and of the names around them."""
     return form, _unnumbered(vertex.scope), _unnumbered(vertex.name)
 
 
@@ -168,7 +168,7 @@ def _form(vertex: Vertex, rule: Rule | None) -> Hashable:
 
 
 def _type(array: Operand) -> Hashable:
-    """Returns what the form of a vertex says about an array; literals are told from values, not by their numbers."""
+    """Returns the shape and type of an array for the form of a vertex; literals of any number are equal."""
     if isinstance(array, Value):
         return array.shape, array.dtype
     return "literal", getattr(array.aval, "shape", ()), getattr(array.aval, "dtype", None)

@@ -56,7 +56,7 @@ def replicated_operations(
 
 
 def impossible_operations(graph: Graph) -> list[Vertex]:
-    """Returns what cannot run on blocks at all.
+    """Returns the operations that cannot run on blocks at all.
 
     These are users' own mappings that track over which axes values vary, and callbacks with effects and results, which
     every device would call.

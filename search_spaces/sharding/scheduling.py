@@ -305,7 +305,7 @@ class _LineScheduler:
         return late
 
     def _form_at(self, value: Value, place: int) -> Value | None:
-        """Returns what is read from a place on: the value, or what cheap operations make of it; None if neither is."""
+        """Returns the value, or a cheap operation's result of it, that is read from a place on; None if none is."""
         while value.id not in self.read_last and all(reader < place for reader in self.readers[value.id]):
             steps = (self.line[i][0] for i in self.readers[value.id])
             forms = [step.results[0] for step in steps if isinstance(step, Vertex) and step.primitive in _CHEAP]

@@ -71,7 +71,7 @@ def _is_kept(equation: JaxprEqn) -> bool:
 
 
 def signature_of(equation: JaxprEqn) -> Hashable:
-    """Returns what equations have in common that compute the same: the primitive, its parameters, shapes and types."""
+    """Returns a key that equations share that compute the same: the primitive, its parameters, shapes and types."""
     avals = [[v.aval for v in variables] for variables in (equation.invars, equation.outvars)]
     types = tuple(tuple((getattr(x, "shape", None), str(getattr(x, "dtype", x))) for x in own) for own in avals)
     params = tuple((name, _hashable(value)) for name, value in equation.params.items())

@@ -183,7 +183,7 @@ class ShardingSpace:
         return self.execution(self.layout(choice), mesh)
 
     def explain(self, choice: Sequence[int]) -> tuple[Part, ...]:
-        """Returns what a choice costs: "compute" parts, collectives by kind, and the "preference" for small arguments.
+        """Returns the costs of a choice: "compute" parts, collectives by kind, and a "preference" for small arguments.
 
         Raises:
           ValueError: as `decode`.
@@ -207,7 +207,7 @@ class ShardingSpace:
         return with_used_exchanges(self.reshard_costs.path, self.graph, layout)
 
     def predict(self, choice: Sequence[int]) -> StepPrediction:
-        """Returns what a choice costs as numbers for vertices and collectives; raises `ValueError` as `decode`."""
+        """Returns the seconds of a choice for each vertex and collective; raises `ValueError` as `decode`."""
         layout = self.layout(choice)
         return predict(self.graph, self.nodes, self.edges, self.node_costs, self.axis_names, layout, choice)
 
@@ -224,7 +224,7 @@ class ShardingSpace:
         return DeviceProgram(self.graph, layout, mesh, path, schedule, self.late_reads(layout))
 
     def late_reads(self, layout: Layout) -> LateReads:
-        """Returns what a layout's program reads of its forward pass when that is over, if some of it are codes."""
+        """Returns the values of the forward pass that a layout's program reads after it, if some of them are codes."""
         kept = {self.graph.vertices[c.vertex].results[0].id: c.format for c in layout.coded if c.kind == "kept"}
         return self.residuals.late_reads(kept) if kept else LateReads()
 

@@ -157,7 +157,7 @@ def _rounding(
 
 
 def _of_edge(edge: Edge, nodes: Sequence[Node], node_costs: NodeCosts) -> np.ndarray:
-    """Returns what an edge sends, `[S_u, S_v, blocking overlapped exposed, A]`."""
+    """Returns the quantities that an edge sends, `[S_u, S_v, blocking overlapped exposed, A]`."""
     shares, reshards = node_costs.shares, node_costs.reshard_costs
     latency, exposed = shares.latency(edge.value), shares.exposed(edge.value)
     specs = edge_specs(edge, nodes)
@@ -210,7 +210,7 @@ def is_product(vertex: Vertex) -> bool:
 
 
 def computing_of(graph: Graph, layout: Layout, node_costs: NodeCosts, compute_s: np.ndarray) -> Computing:
-    """Returns what computing with a layout is made of; `compute_s` are the seconds of each vertex, with what rounds."""
+    """Returns the parts of the computing of a layout; `compute_s` are the seconds of each vertex, rounding included."""
     hardware = node_costs.hardware
     products_s = products_at_peak_s = traffic_s = traffic_at_peak_s = 0.0
     for vertex, strategy in zip(graph.vertices, layout.strategies, strict=True):

@@ -74,7 +74,7 @@ def residual_of(path: Paths, vertex: Vertex, strategy: ShardingStrategy) -> SumR
 
 
 def residuals_of(path: Paths, graph: Graph, layout: Layout) -> tuple[SumResidual, ...]:
-    """Returns what a layout's program takes and returns: residuals in the order of operations, and then maxima."""
+    """Returns the residuals that a layout's program takes and returns, in the order of operations, and then maxima."""
     residuals = (residual_of(path, vertex, layout.strategies[vertex.index]) for vertex in graph.operations())
     found = tuple(residual for residual in residuals if residual is not None)
     if all(name != NAME for _, name in layout.rounded):

@@ -237,7 +237,7 @@ class _Builder:
 
 
 def _solve_operands(equation: core.JaxprEqn, operands: list[Operand]) -> list[Operand]:
-    """Returns what the solver of a `custom_linear_solve` reads: its own constants and the right-hand sides.
+    """Returns the operands of the solver of a `custom_linear_solve`: its own constants and the right-hand sides.
 
     The products by which it is differentiated have been traced by now where they are used.
     """

@@ -91,7 +91,7 @@ def whole_work(
     node_costs: NodeCosts,
     loaded: Iterable[int],
 ) -> list[WholeWork]:
-    """Returns what a choice leaves whole because it cannot be split, the most expensive first.
+    """Returns the work that a choice leaves whole because it cannot be split, the most expensive first.
 
     What takes less than a hundredth of the step's computing is left out.
 
@@ -152,7 +152,7 @@ class _Choice:
         return whole if sum(map(self._divisible_s, whole)) >= _LEAST_SHARE * self.compute_s else []
 
     def loss(self, vertex: Vertex) -> _Loss | None:
-        """Returns what an operation loses because it cannot be split over the mesh axes that it leaves unused."""
+        """Returns the loss of an operation because it cannot be split over the mesh axes that it leaves unused."""
         factors = self._factors(vertex)
         of_examples = [factor for factor in factors if factor.kind in self._kinds_of_examples]
         deciding = of_examples or factors
@@ -191,7 +191,7 @@ class _Choice:
         return frozenset(a for a, size in enumerate(self.node_costs.axis_sizes) if size > 1) - used
 
     def _factors(self, vertex: Vertex) -> list[_Factor]:
-        """Returns what an operation's rule may split; nothing without a rule."""
+        """Returns the factors that an operation's rule may split; none without a rule."""
         rule, found = self.rules[vertex.index], dict[int, _Factor]()
         if rule is None:
             return []
@@ -212,7 +212,7 @@ class _Choice:
         return prod(self.node_costs.axis_sizes[a] for a in spec[factor.dim])
 
     def _loss_of(self, vertex: Vertex, factor: _Factor, wanted: int, possible: int) -> _Loss:
-        """Returns what is lost because a factor is split into fewer parts than wanted, beyond what is possible."""
+        """Returns the loss because a factor is split into fewer parts than wanted, beyond what is possible."""
         sizes, unused = self.node_costs.axis_sizes, sorted(self._unused_axes(vertex))
         strategy = self.strategies[vertex.index]
         own = self._parts(factor, strategy)

@@ -220,7 +220,7 @@ def test_devices_in_another_order_have_the_same_strategies(num_devices):
     ]
 
     def prices(order: np.ndarray) -> list[np.ndarray]:
-        """Returns what each strategy costs each device, in the devices' first order; strategies sorted."""
+        """Returns the cost of each strategy on each device, in the devices' first order; strategies sorted."""
         mixed = TableDevices(
             tuple(hardware[i] for i in order), tuple(limits[order]), 1e-8, 10, tuple(host_limits[order])
         )

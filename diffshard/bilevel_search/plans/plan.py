@@ -197,7 +197,7 @@ def _nodes(space: SearchSpace[Any], choice: Choice, exact: Choice) -> tuple[Node
 
 
 def _traffic(parts: Sequence[Part]) -> Traffic | None:
-    """Returns what the parts of one node send together; None where the space does not tell."""
+    """Returns the total traffic of the parts of one node; None where the space does not tell."""
     traffic = [part.traffic for part in parts if part.traffic]
     if not traffic:
         return None

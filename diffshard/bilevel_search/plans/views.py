@@ -57,7 +57,7 @@ def loss_line(plan: BilevelPlanData) -> str:
 
 
 def bytes_line(plan: BilevelPlanData) -> str:
-    """Returns what a device sends beside the exact choice's; empty where the space does not tell."""
+    """Returns a line with the bytes that a device sends, beside the exact choice's; "" where the space has none."""
     if not has_traffic(plan):
         return ""
     exact_bytes, share = plan.exact_sent_bytes, "as the exact choice"
@@ -84,7 +84,7 @@ def traffic_texts(node: NodePlan) -> tuple[str, str, str]:
 
 
 def chosen_and_exact_bytes(node: NodePlan) -> tuple[float, float]:
-    """Returns what each device sends for a node, as chosen and as the exact choice."""
+    """Returns the bytes that each device sends for a node, as chosen and as the exact choice."""
     return (node.traffic.sent_bytes if node.traffic else 0.0), node.exact_sent_bytes
 
 

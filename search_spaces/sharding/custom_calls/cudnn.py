@@ -130,7 +130,7 @@ class _Bound:
 
 
 def work_of_attention(equation: core.JaxprEqn, operands: Sequence[jax.ShapeDtypeStruct]) -> AttentionWork:
-    """Returns what one device does: two products forward, five backward, of the pairs that the mask lets through."""
+    """Returns the work of one device: two products forward, five backward, of the pairs that the mask lets through."""
     (batch, length, heads, width), (key_length, value_width) = _sizes(equation, operands)
     pairs = float(batch * heads * length * key_length)
     if is_causal(equation) and length == key_length:

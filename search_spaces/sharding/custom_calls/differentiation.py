@@ -35,7 +35,7 @@ class DifferentiableKernel:
         return self.kernel.name
 
     def __call__(self, *operands: Any) -> Any:
-        """Returns what the function returns.
+        """Calls the function and returns its results.
 
         Raises:
           TypeError: there are other operands than the rule has, or the backward takes other arguments than it gets.

@@ -51,7 +51,7 @@ def dtype_of_work(operands: Sequence[Any]) -> str:
 
 
 def traced_work(jaxpr: core.ClosedJaxpr) -> Work:
-    """Returns what a function does that runs as one kernel.
+    """Returns the work of a function that runs as one kernel.
 
     It reads its operands and writes its results. Where it holds calls that estimate their own traffic, as Pallas calls
     may, what these say counts if it is more.
@@ -174,7 +174,7 @@ class Kernel:
             raise ValueError(f"Kernel {self.name!r}: {error}") from None
 
     def work(self, operands: Sequence[Any], share: float = 1.0) -> Work:
-        """Returns what one device does.
+        """Returns the work of one device.
 
         Args:
           operands: its parts, with a shape and a dtype.

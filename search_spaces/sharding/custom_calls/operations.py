@@ -100,7 +100,7 @@ def run_partitioning(equation: core.JaxprEqn, operands: Sequence[Any], parts: Pa
 
 
 def work_of_partitioning(equation: core.JaxprEqn, operands: Sequence[jax.ShapeDtypeStruct], share: float) -> Work:
-    """Returns what one device does: its share of the function's arithmetic, on its operands and results."""
+    """Returns the work of one device: its share of the function's arithmetic, on its operands and results."""
     flops = share * jaxpr_flops(equation.params["call"])
     results = arrays_bytes([v.aval for v in equation.outvars])
     return Work(flops, arrays_bytes(operands) + share * results, dtype_of_work(operands))
@@ -198,7 +198,7 @@ UNEVEN = "the parts are uneven"
 
 
 def custom_call_of(vertex: Vertex) -> CustomCall | None:
-    """Returns what is known of a vertex's operation if it is a custom call; None for every other vertex."""
+    """Returns the kind of custom call that a vertex's operation is; None for every other vertex."""
     return CUSTOM_CALLS.get(vertex.primitive)
 
 
@@ -216,7 +216,7 @@ def runs_on_parts(vertex: Vertex) -> bool:
 
 
 def name_of(vertex: Vertex) -> str:
-    """Returns what a reader of a plan calls a custom call."""
+    """Returns the name of an operation for a reader of a plan."""
     custom_call = custom_call_of(vertex)
     return vertex.primitive if custom_call is None or vertex.equation is None else custom_call.name(vertex.equation)
 
@@ -238,7 +238,7 @@ def _part(shape: Sequence[int], dtype: Any, spec: Any, axis_sizes: tuple[int, ..
 
 
 def local_work(vertex: Vertex, strategy: ShardingStrategy, axis_sizes: tuple[int, ...]) -> Work | AttentionWork:
-    """Returns what one device does of a custom call."""
+    """Returns the work of one device in a custom call."""
     custom_call = custom_call_of(vertex)
     assert custom_call is not None
     assert vertex.equation is not None

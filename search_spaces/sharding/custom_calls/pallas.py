@@ -79,7 +79,7 @@ def run_call(equation: core.JaxprEqn, operands: Sequence[Any], parts: Parts) -> 
 
 
 def work_of_call(equation: core.JaxprEqn, operands: Sequence[jax.ShapeDtypeStruct], share: float) -> Work:
-    """Returns what one device does: its share of what the call says of itself, or else of its body and its arrays.
+    """Returns the work of one device: its share of the call's own estimate, or else of its body and its arrays.
 
     Of an array whose blocks are picked by numbers that only the running call knows, such as the pages of a cache, at
     most as many blocks are read as the grid has places.

@@ -93,7 +93,7 @@ def has_whole_keys(equation: core.JaxprEqn, parts: Parts) -> bool:
 
 
 def work_of_parts(equation: core.JaxprEqn, operands: Sequence[jax.ShapeDtypeStruct], share: float) -> AttentionWork:
-    """Returns what one device does: its share of the products; in a ring all parts are read in each round."""
+    """Returns the work of one device: its share of the products; in a ring all parts are read in each round."""
     dim = sequence_dimension(equation)
     whole: list[Any] = [v.aval for v in equation.invars]
     rounds = whole[1].shape[dim] // operands[1].shape[dim]
@@ -102,7 +102,7 @@ def work_of_parts(equation: core.JaxprEqn, operands: Sequence[jax.ShapeDtypeStru
 
 
 def ring_collectives(equation: core.JaxprEqn, parts: Parts) -> list[OwnCollective]:
-    """Returns what a device sends: keys and values beside each round but the last, and their gradients.
+    """Returns the collectives of a ring: keys and values beside each round but the last, and their gradients.
 
     Of a causal mask also what changes places before the first round and after the last one.
     """
@@ -171,7 +171,7 @@ class Ring(NamedTuple):
         return [lax.ppermute(x, self.name, pairs) for x in arrays]
 
     def chunks_of(self, arrays: Sequence[Any], number: int) -> list[Any]:
-        """Returns what comes by in a round of a causal ring, from arrays of whole keys or values."""
+        """Returns the keys or values that a device has in a round of a causal ring, from whole arrays."""
         return [
             jnp.concatenate(
                 [lax.dynamic_slice_in_dim(x, p, self._chunk(x), self.dim) for p in self._places(x, number)], self.dim

@@ -73,7 +73,7 @@ def saved(record: Any, folder: Path) -> tuple[Path, Any]:
 
 
 def outcome(record: Any, path: Path, text: str | bytes) -> Any:
-    """Returns what is loaded from a file with this text; None if it is refused by an error that names the file."""
+    """Loads a plan from a file with this text; returns None if it is refused by an error that names the file."""
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     try:
         return type(record).load(path)

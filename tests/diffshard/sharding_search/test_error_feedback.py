@@ -33,7 +33,7 @@ FORMATS = {"products": (), "sums": [INT4], "increases": {GRADIENTS: 0.0}}
 
 
 def total(carried):
-    """Returns what all sums lack, by operation."""
+    """Returns the residuals of all sums, by operation."""
     return {key: np.asarray(array).sum(axis=0).ravel() for key, array in carried.residuals.items()}
 
 

@@ -69,7 +69,7 @@ def test_a_program_is_held_against_one_device(monkeypatch):
 
 
 def results_with(monkeypatch, fn, change, *args, **options):
-    """Returns what a function by constraints gives where the program for each device is changed."""
+    """Returns the results of a function by constraints where the program for each device is changed."""
     step = searched(fn, executor="constraints", check="numbers", **options)
     step.plan(*args)
     flat_function = numbers_check.flat_function

@@ -154,7 +154,7 @@ def test_shardys_partitioner_judges_the_program_with_what_runs_again(least_bytes
 
 
 def judge_of(memory_factor, rounds=None):
-    """Returns what compiles plans to a multiple of their predicted memory."""
+    """Returns a judge whose compiled plans take a multiple of their predicted memory."""
 
     def judge(candidates, target, *, timeout_s):
         del target, timeout_s

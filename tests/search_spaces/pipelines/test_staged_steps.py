@@ -95,7 +95,7 @@ def staged_of(name, num_stages, num_groups=1):
 
 
 def put_together(state, parts):
-    """Returns what micro-batches make together; micro-batch m of M has the examples m, m + M, m + 2M and so on."""
+    """Joins results of micro-batches; micro-batch m of M has the examples m, m + M, m + 2M and so on."""
     if isinstance(state, Split):
         assert state.run == 1
         return np.stack(parts, axis=state.dim + 1).reshape(*parts[0].shape[: state.dim], -1)
