@@ -116,7 +116,7 @@ def num_memory_devices(problem: Problem) -> int:
 
 
 class Evaluation(NamedTuple):
-    """What one choice costs, exactly.
+    """The exact cost of one choice.
 
     Attributes:
       cost: node, edge and largest load costs; a Python integer when all costs are integers, so sums are exact.
@@ -142,7 +142,7 @@ COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = (
 
 
 class Work(NamedTuple):
-    """What one equation does, as a whole on one device.
+    """The work of one equation, as a whole on one device.
 
     Attributes:
       flops: arithmetic operations; a multiply-add counts as two.
@@ -156,7 +156,7 @@ class Work(NamedTuple):
 
 
 class AttentionWork(NamedTuple):
-    """What one call of a fused attention kernel does on one device.
+    """The work of one call of a fused attention kernel on one device.
 
     Attributes:
       flops, num_bytes, dtype: as those of `Work`.

@@ -47,7 +47,7 @@ class ExpertWorkers:
 
 @dataclass(frozen=True)
 class ExpertStep:
-    """What a training step of a mixture of experts computes and sends.
+    """The arithmetic and traffic of a training step of a mixture of experts.
 
     Attributes:
       expert_flops: f, of each expert for one mini-batch of one layer, `[X]`.

@@ -100,7 +100,7 @@ class AttentionRate:
 
 @dataclass(frozen=True)
 class MeasuredRates:
-    """What was measured of one kind of device; an empty one prices everything by roofline.
+    """Measured rates of one kind of device; empty ones price everything by roofline.
 
     Attributes:
       attention: of fused attention.

@@ -45,7 +45,7 @@ times, and over as many more. Chosen by hand: half of it missed 2% of a step tha
 
 
 class PipelineStep(NamedTuple):
-    """What a step takes.
+    """The seconds of a step.
 
     Attributes:
       simulation: of its micro-batches, from an empty pipeline.

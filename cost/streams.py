@@ -24,7 +24,7 @@ _ARITHMETIC = (COMPUTE,)
 
 
 class Step(NamedTuple):
-    """What a device does, one thing at a time on each stream.
+    """A piece of a device's work; each stream does one at a time.
 
     Attributes:
       streams: that it takes: `COMPUTE`, or links; empty for a step that only joins what it reads.

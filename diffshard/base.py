@@ -29,7 +29,7 @@ OPTIMAL_GAP = 1e-7
 
 
 class Proposal(NamedTuple):
-    """What a solver yields: a choice, a lower bound, both, or neither where it only lets the loop look at the clock.
+    """A yield of a solver: a choice, a lower bound, both, or neither where it only lets the loop look at the clock.
 
     Attributes:
       choice: `[V]` strategy indices, feasible or not; None for no new one.

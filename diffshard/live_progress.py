@@ -37,7 +37,7 @@ def state_text(seconds: float, cost: float, lower_bound: float, format_cost: Cal
 
 
 class LiveLine:
-    """What a search tells the terminal: `step` says what it does, `progress` how far its solver is.
+    """The line of a search on the terminal: `step` says what it does, `progress` how far its solver is.
 
     Args:
       what: what is being done, such as "searching step".

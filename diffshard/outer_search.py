@@ -25,7 +25,7 @@ class CutOffError(Exception):
 
 
 class Outcome(NamedTuple, Generic[ResultT]):
-    """What was found for a candidate.
+    """The best result of a candidate.
 
     Attributes:
       cost: of the result, in seconds or any other unit.
@@ -39,7 +39,7 @@ class Outcome(NamedTuple, Generic[ResultT]):
 
 
 class Candidate(NamedTuple, Generic[ResultT]):
-    """What an outer choice fixes.
+    """An outer choice, such as a shape of the mesh, that is solved by a search of its own.
 
     Attributes:
       name: what is fixed, for the table of what was tried.
@@ -55,7 +55,7 @@ class Candidate(NamedTuple, Generic[ResultT]):
 
 
 class Tried(NamedTuple):
-    """What became of a candidate.
+    """The record of a candidate that was tried.
 
     Attributes:
       cost: of the best that was found; None where nothing was.

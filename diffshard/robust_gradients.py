@@ -42,7 +42,7 @@ OUTLIER_SPREADS = 8.0
 
 
 class ZenoReport(NamedTuple):
-    """What became of each replica's gradient; for a log, and `standings` for the next step.
+    """A report on each replica's gradient; for a log, and `standings` for the next step.
 
     Attributes:
       scores: `[N]` float32, the promised descent of the loss less the penalty; `-inf` for a gradient that is not finite

@@ -60,7 +60,7 @@ class ExpertAssignmentSpace:
 
     @cached_property
     def expert_s(self) -> np.ndarray:
-        """What each expert takes on each worker, `[X, W]`."""
+        """The seconds of each expert on each worker, `[X, W]`."""
         return self.expert_flops[:, None] / self.flops_per_s
 
     @cached_property

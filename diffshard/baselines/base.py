@@ -74,7 +74,7 @@ class BaselineMesh(NamedTuple):
 
 
 class BaselineShardings(NamedTuple):
-    """What a baseline gives.
+    """The shardings of a baseline.
 
     Attributes:
       specs: for each argument how it is split.

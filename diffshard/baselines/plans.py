@@ -38,7 +38,7 @@ _NO_NAMES = "the function names no logical axes, so XLA's partitioner alone deci
 
 
 class _Wanted(TypedDict):
-    """What is wanted of the baselines, as `plans_of_baselines` takes it."""
+    """The wanted baselines, as `plans_of_baselines` takes them."""
 
     names: Sequence[str]
     state_argnums: tuple[int, ...] | None

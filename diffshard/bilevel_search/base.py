@@ -98,7 +98,7 @@ class Objective(Protocol):
 
 
 class BilevelState(NamedTuple):
-    """What a search carries from step to step; a pytree of arrays, so it can be checkpointed.
+    """The state of a search between steps; a pytree of arrays, so it can be checkpointed.
 
     Attributes:
       params: θ, trained as they are searched with.
@@ -128,7 +128,7 @@ class BilevelState(NamedTuple):
 
 
 class BilevelMetrics(NamedTuple):
-    """What one step measured; scalars.
+    """Measurements of one step; scalars.
 
     Attributes:
       train_loss: of θ before the step, with the strategies of largest weight.

@@ -14,7 +14,7 @@ _BISECTIONS = 60
 
 
 class StepState(NamedTuple):
-    """What a search carries from update to update; a pytree.
+    """The state of a search between updates; a pytree.
 
     Attributes:
       arrays: the state of the training, by the numbers of the flat arguments, with residuals of formats.
@@ -34,7 +34,7 @@ class StepState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """What one update did.
+    """Measurements of one update.
 
     Attributes:
       train_loss: before its step, with the formats that were drawn.

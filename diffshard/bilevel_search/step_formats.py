@@ -66,7 +66,7 @@ _LEAST_SHARE = 1e-6
 
 
 class _Begun(NamedTuple):
-    """What is known once there are arguments.
+    """The parts of a search that its first arguments decide.
 
     Attributes:
       kinds: the structure and types of the arguments, of the function that trains and of the planned one.

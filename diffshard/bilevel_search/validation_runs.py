@@ -22,7 +22,7 @@ from search_spaces.base import Batch, Choice, LossySpace, Params
 
 @dataclass(frozen=True)
 class CandidatesData:
-    """What candidates are trained on and with; apart from the search's data, and from the data of the last test.
+    """Data and settings to train candidates with, apart from the search's data and from those of the last test.
 
     Attributes:
       params: where every candidate starts: as the model is initialised.

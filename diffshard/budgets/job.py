@@ -42,7 +42,7 @@ class PhaseChoice(NamedTuple):
 
 
 class JobChoice(NamedTuple):
-    """What choices for all phases amount to."""
+    """Choices for all phases, with the moves between them and the steps that they make."""
 
     candidates: tuple[PhaseChoice, ...]
     moves: tuple[Move, ...]

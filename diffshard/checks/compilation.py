@@ -33,7 +33,7 @@ JOB, HLO, MEMORY, STDERR = "job.pickle", "program.hlo", "memory.json", "stderr"
 
 @dataclass(frozen=True)
 class Job:
-    """What a process compiles.
+    """A step that a process compiles.
 
     Attributes:
       step: a step of flat arguments as `jax.export` writes it.
@@ -78,7 +78,7 @@ _INVOLUNTARY = "Involuntary full rematerialization"
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """What XLA made of a step, for one device.
+    """A step as XLA compiled it, for one device.
 
     Attributes:
       memory: XLA's plan of memory; None where the backend has none.

@@ -38,7 +38,7 @@ _PREFIXES = (("bf", "bfloat"), ("f8", "float8_"), ("f4", "float4_"), ("f", "floa
 
 
 class KernelWork(NamedTuple):
-    """What one kernel does on one device.
+    """The work of one kernel on one device.
 
     Attributes:
       flops: operations of matrix products and convolutions by the dtype that they run in; a multiply-add counts as two.
@@ -283,7 +283,7 @@ HOST_MEMORY_BYTES_PER_S = 50e9
 
 @dataclass(frozen=True)
 class AchievableRates:
-    """What one device and its links reach.
+    """The rates that one device and its links reach.
 
     Attributes:
       device: rates of arithmetic by dtype and of memory, what kernels reach of them, and what a launch takes; its links

@@ -187,7 +187,7 @@ _HOST_DEVICES_FLAG = "--xla_force_host_platform_device_count"
 
 @dataclass(frozen=True)
 class Target:
-    """What programs are compiled for.
+    """The devices that programs are compiled for.
 
     Attributes:
       name: for tables.

@@ -79,7 +79,7 @@ class Checkpoint:
 
 
 class _Manifest(NamedTuple):
-    """What `MANIFEST` says beside its kind and its own checksum."""
+    """The contents of `MANIFEST` beside its kind and its own checksum."""
 
     num_steps: Count
     arrays: tuple[SavedArray, ...]

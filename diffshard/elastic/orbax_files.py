@@ -46,7 +46,7 @@ class _Handler(orbax.StandardCheckpointHandler):
 @orbax.args.register_with_handler(_Handler, for_save=True)
 @dataclass
 class _Save(orbax.args.StandardSave):
-    """What `_Handler` saves, and how the checkpoint is finished in its folder."""
+    """The arguments of `_Handler.save`, with a function that finishes the checkpoint in its folder."""
 
     finish: Callable[[str], None] = lambda folder: None
 
@@ -54,7 +54,7 @@ class _Save(orbax.args.StandardSave):
 @orbax.args.register_with_handler(_Handler, for_restore=True)
 @dataclass
 class _Restore(orbax.args.StandardRestore):
-    """What `_Handler` restores."""
+    """The arguments of `_Handler.restore`."""
 
 
 class ArrayFiles:

@@ -63,7 +63,7 @@ class Owner:
 
     @property
     def process(self) -> tuple[str, int, str]:
-        """What is equal for two owners that are the same process."""
+        """A key that is equal for two owners that are the same process."""
         return self.machine, self.pid, self.start
 
 

@@ -62,7 +62,7 @@ class Event(NamedTuple):
 
 
 class Outlook(NamedTuple):
-    """What running another plan from now on is expected to do.
+    """The expected gain and price of running another plan from now on.
 
     Attributes:
       saved_s: expected seconds saved in all steps that are left, without the price of moving.
@@ -76,7 +76,7 @@ class Outlook(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """What a move costs, as far as it is known.
+    """The seconds of a move, as far as they are known.
 
     Attributes:
       compile_s: seconds; 0 for a plan that is compiled.

@@ -98,7 +98,7 @@ class SearchingStep:
 
     @property
     def history(self) -> tuple[Event, ...]:
-        """What was measured and decided so far, and why."""
+        """All measurements and decisions so far, with their reasons."""
         return () if self._begun is None else tuple(self._begun.history)
 
     @property

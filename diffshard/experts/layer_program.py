@@ -162,7 +162,7 @@ Expert = Callable[[Any, jax.Array], jax.Array]
 
 
 class RoutedTokens(NamedTuple):
-    """What a layer of experts returns.
+    """The results of a layer of experts.
 
     Attributes:
       results: of each token's experts, weighted by their gates, `[T, M]`.
@@ -176,7 +176,7 @@ class RoutedTokens(NamedTuple):
 
 
 class Layout(Protocol):
-    """What a program asks of an `ExpertLayout`."""
+    """The part of an `ExpertLayout` that a program reads."""
 
     @property
     def mesh(self) -> Mesh | AbstractMesh: ...  # noqa: D102

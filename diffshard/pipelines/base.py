@@ -17,7 +17,7 @@ _STAGES_PER_DEVICE = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """What `search` may choose of a pipeline.
+    """The pipelines from which `search` may choose.
 
     Attributes:
       batch_argnums: positions of the arguments whose arrays have the batch as their leading dimension.

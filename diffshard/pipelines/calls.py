@@ -42,7 +42,7 @@ class StaticCall(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What two calls have in common that run the same step: 1 and 1.0 are equal, but different constants."""
+        """A key that calls of the same step share; 1 and 1.0 are equal, but different constants."""
         return tuple((place, _exact(value)) for place, value in sorted(self.values.items(), key=str))
 
 

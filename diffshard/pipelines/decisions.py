@@ -45,7 +45,7 @@ class RecordingProcesses(Processes):
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """What was decided so far."""
+        """All decisions so far."""
         return tuple(Decision(what, json.loads(pack())) for what, pack in self.made)
 
     def _from_first(
@@ -81,7 +81,7 @@ class DecidedProcesses(Processes):
 
 
 class ChosenPipeline(NamedTuple):
-    """What a search chose, before the programs of its stages are planned.
+    """A chosen pipeline, before the programs of its stages are planned.
 
     Attributes:
       num_microbatches: M.

@@ -26,7 +26,7 @@ _MOST_STAGES = 12
 
 
 class StageNeed(NamedTuple):
-    """What a stage needs of each of its devices.
+    """The memory that a stage needs of each of its devices.
 
     Attributes:
       least_bytes: no sharding that keeps all residuals needs less.
@@ -37,7 +37,7 @@ class StageNeed(NamedTuple):
 
 
 class PipelineNeed(NamedTuple):
-    """What the division needs that needs least.
+    """The memory of the division that needs least.
 
     Attributes:
       need: of that stage; None where only `share` is known of it.

@@ -58,7 +58,7 @@ class LossLimit:
 
 
 class MeasuredDelay(NamedTuple):
-    """What a delay of gradients does to the loss.
+    """The measured increase of the loss by a delay of gradients.
 
     Attributes:
       predicted_steps: by how many steps weights are predicted.

@@ -56,7 +56,7 @@ class ArrayPlace(NamedTuple):
 
 @dataclass
 class _Prepared:
-    """What runs calls with arrays of some types.
+    """A pipeline that runs calls with arrays of some types.
 
     Attributes:
       execution: its programs on devices; None until the first call.

@@ -42,7 +42,7 @@ class Stage(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """What a pipeline takes from a stage on, as a fold over the stages from the last to the first.
+    """The seconds of a pipeline from a stage on, as a fold over the stages from the last to the first.
 
     Both functions work on arrays, entry by entry, and do not decrease in `rest`.
 

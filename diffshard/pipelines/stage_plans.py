@@ -139,7 +139,7 @@ def arguments_of(step: CutStep, staged: StagedStep, layout: StageLayout, stage: 
 
 
 class StageDevices(NamedTuple):
-    """What a stage runs on, and how.
+    """The devices of a stage, and how its arrays lie on them.
 
     Attributes:
       mesh: its sub-mesh, of devices or abstract.

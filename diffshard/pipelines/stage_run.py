@@ -24,7 +24,7 @@ _PROGRAMS: dict[int, ProgramKind] = {FORWARD: "forward", BACKWARD: "backward", W
 
 
 class Actions(Protocol):
-    """What is done with arrays: `execution.py` dispatches programs, an experiment adds up bytes."""
+    """Actions on arrays: `execution.py` dispatches programs, an experiment adds up bytes."""
 
     def enter(self, array: Any, key: Key, stage: int) -> Any:
         """Returns an argument as a stage stores it."""

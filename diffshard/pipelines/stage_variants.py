@@ -35,7 +35,7 @@ from search_spaces.rematerialisation.choices import RematChoice
 
 
 class ResidualEstimate(NamedTuple):
-    """What a choice of residuals takes, before it is searched.
+    """The estimated memory of a choice of residuals, before it is searched.
 
     Attributes:
       choice: what is kept and what is made again; its seconds are those of one device that has all of it.

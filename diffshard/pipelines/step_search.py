@@ -42,7 +42,7 @@ _TIME_LIMIT_S = 8.0
 
 
 class LayerPart(NamedTuple):
-    """What is solved together.
+    """A part of a layer whose operations are solved together.
 
     Attributes:
       loop: the identity of the scan's equation whose trips it is in; 0 around all scans.
@@ -54,7 +54,7 @@ class LayerPart(NamedTuple):
 
 
 class LayerBounds:
-    """What each layer of a chain takes at least, on one mesh after the other.
+    """Lower bounds on the seconds of each layer of a chain, on one mesh after the other.
 
     The step is in one stage, with scopes around the first of all equal layers.
 

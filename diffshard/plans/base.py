@@ -319,7 +319,7 @@ class PlanData(Certified):
 
     @property
     def offloaded(self) -> tuple[tuple[int, int, int], ...]:
-        """What waits for the backward pass in the host's memory, as `Rematerialisation.offloaded`."""
+        """Arrays that wait for the backward pass in the host's memory, as `Rematerialisation.offloaded`."""
         return () if self.remat is None else self.remat.offloaded
 
     @property

@@ -43,7 +43,7 @@ _EQUAL_SHARE = 1e-9  # of the larger: quantities that differ by less are equal u
 
 @dataclass(frozen=True)
 class PlanDifference(DifferenceData):
-    """What differs between two plans; `print` shows it, `html` makes a page, and notebooks show that.
+    """The differences of two plans; `print` shows them, `html` makes a page, and notebooks show that.
 
     Its fields are those of `DifferenceData`.
     """

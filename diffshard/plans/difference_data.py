@@ -67,7 +67,7 @@ class OperationDifference(NamedTuple):
 
 @dataclass(frozen=True)
 class DifferenceData:
-    """What differs between two plans.
+    """The differences of two plans.
 
     Attributes:
       titles: function, mesh, hardware and executor of each plan.

@@ -104,5 +104,5 @@ class PlannedFormats:
 
     @property
     def increases(self) -> dict[str, float]:
-        """What each group adds to the loss, as `Formats.increases` takes it."""
+        """The increase of the loss by each group, as `Formats.increases` takes it."""
         return {group.name: group.loss_increase for group in self.groups}

@@ -61,7 +61,7 @@ class Certificate(NamedTuple):
 
 
 class _Judged(Protocol):
-    """What a certificate is made of."""
+    """A solution from which a certificate is made."""
 
     @property
     def step_s(self) -> float: ...
@@ -119,7 +119,7 @@ _MOST_DIFFERENCES = 40
 
 
 class _Paged(Protocol):
-    """What shows itself as a page."""
+    """A plan that shows itself as a page."""
 
     def html(self) -> str: ...
 

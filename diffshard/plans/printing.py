@@ -70,7 +70,7 @@ def format_spec(spec: NamedSpec) -> str:
 
 
 class Array(Protocol):
-    """What has the type of an array."""
+    """A value with the shape and type of an array."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -131,7 +131,7 @@ class Residual:
 
 @dataclass(frozen=True)
 class Rematerialisation:
-    """What a search with `remat="search"` has chosen.
+    """The choice of a search with `remat="search"`.
 
     Attributes:
       recomputed: numbers of the steps of the traced function that run again in the backward pass; without any the
@@ -201,7 +201,7 @@ class WholeWork:
 
     @property
     def remedy(self) -> str:
-        """What to do so that the operations can be split."""
+        """Advice by which the operations can be split."""
         if self.size is not None:
             return f"pad {self._dimension} from {self.size:,} to {self.padded_size:,}"
         if not self.has_rule:

@@ -35,7 +35,7 @@ class LaneBar:
 
 @dataclass(frozen=True)
 class Lane:
-    """What one resource does in a step.
+    """The work of one resource in a step.
 
     Attributes:
       resource: the compute stream or a class of links.

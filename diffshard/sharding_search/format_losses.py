@@ -43,7 +43,7 @@ class Increase(NamedTuple):
 
 
 class MeasuredLosses:
-    """What sets of products in formats do to the loss of a step that runs on one device.
+    """The measured losses of a step on one device with sets of products in formats.
 
     Args:
       formats: has the calls and the validation runs.

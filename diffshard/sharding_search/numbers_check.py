@@ -166,7 +166,7 @@ class NumbersCheck:
 
     @property
     def reference(self) -> str:
-        """What the function is held against, for messages."""
+        """The run that the function is held against, for messages."""
         return "one device" if self.plan.executor == "program" else "the program for each device"
 
     def results(self, run: Callable[..., Any], donated: Sequence[int], arrays: Sequence[Any]) -> list[Any]:

@@ -127,7 +127,7 @@ class Options:
 
     @property
     def function_name(self) -> str:
-        """What the function is called in plans and messages."""
+        """The function's name in plans and messages."""
         return getattr(self.fn, "__qualname__", None) or getattr(self.fn, "__name__", None) or type(self.fn).__name__
 
     @property
@@ -137,7 +137,7 @@ class Options:
 
     @property
     def given_names(self) -> tuple[str, ...]:
-        """What given shardings may name: the mesh's axes, or levels of hosts."""
+        """The names that given shardings may have: the mesh's axes, or levels of hosts."""
         return LevelNames.names if self.names_levels else self.axis_names
 
     @property

@@ -46,7 +46,7 @@ MakePlan = Callable[[PlanRequest], PlanT]
 
 @dataclass
 class _Prepared(Generic[PlanT]):
-    """What runs calls of one structure, with arrays of some types.
+    """A planned function that runs calls of one structure, with arrays of some types.
 
     Attributes:
       settings: of JAX, for which the function was traced.
@@ -70,7 +70,7 @@ class _Prepared(Generic[PlanT]):
 
     @property
     def residuals(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """What the function takes after its flat arrays."""
+        """The residuals that the function takes after its flat arrays."""
         return self._flat.residuals
 
     @cached_property

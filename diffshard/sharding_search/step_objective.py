@@ -35,7 +35,7 @@ STEP_QUANTITIES = (COMPUTE, BLOCKING, OVERLAPPED, EXPOSED)
 
 
 class RelaxedStep(NamedTuple):
-    """What a step does, as float64 arrays of JAX: of one plan, or of a mixture of plans whose weights are relaxed.
+    """The amounts of a step, as float64 arrays of JAX: of one plan, or of a mixture of plans with relaxed weights.
 
     All fields are linear in the plan, so that an objective of them can be differentiated and bounded.
 

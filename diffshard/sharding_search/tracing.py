@@ -141,7 +141,7 @@ class TracedFunction:
 
 @dataclass(frozen=True)
 class _Result:
-    """What tracing sees of a result."""
+    """The structure of a result that tracing has seen."""
 
     structure: Structure
     paths: tuple[str, ...]

@@ -101,7 +101,7 @@ _TIED_TIME_SHARE = 0.2
 
 @dataclass
 class _Run:
-    """What all stages share; mutable.
+    """The state that all stages share; mutable.
 
     Attributes:
       key: a JAX random key.

@@ -35,7 +35,7 @@ from search_spaces.embedding_tables.space import EmbeddingTableSpace
 
 
 class StrategyArrays(NamedTuple):
-    """What each strategy costs each device.
+    """The costs of each strategy on each device.
 
     Attributes:
       forward_s: seconds of forward lookups, `[D, N]`.
@@ -163,7 +163,7 @@ Chosen by hand."""
 
 
 class Kinds(NamedTuple):
-    """What the kinds of all tables add to alike devices; devices of each in any order.
+    """The costs that the kinds of all tables add to equal devices; devices of each in any order.
 
     Attributes:
       forward_s: seconds of forward lookups, `[D, P]`.

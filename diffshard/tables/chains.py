@@ -81,7 +81,7 @@ SCHEDULE = Schedule()
 
 
 class Scaled(NamedTuple):
-    """What the strategies of one table add, relative to a step's seconds.
+    """The costs that the strategies of one table add, relative to a step's seconds.
 
     Attributes:
       loads: of forward lookups and of the rest, `[2, D, S_t]`.
@@ -263,7 +263,7 @@ class SummedChains(Chains):
 
 
 class Additions(NamedTuple):
-    """What one table may add to one device.
+    """The costs that one table may add to one device.
 
     Attributes:
       device: of each addition, `[A]`.

@@ -22,7 +22,7 @@ from search_spaces.embedding_tables.optimizers import Step
 
 
 class EachHostPrograms:
-    """What each device runs for such rows, for `shard_map`.
+    """The programs of each device for such rows, for `shard_map`.
 
     Args:
       layout: of the n devices of one host.

@@ -28,7 +28,7 @@ million rows then has parts of 39,000; more parts would only be in the way of re
 
 
 class TableStatistics(NamedTuple):
-    """What a sample of ids tells about one table; `TableStatistics.measure(ids)` makes it.
+    """Statistics of a sample of ids of one table; `TableStatistics.measure(ids)` makes them.
 
     Attributes:
       num_examples: N.

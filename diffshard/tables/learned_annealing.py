@@ -29,7 +29,7 @@ _MOST_NUMBERS = 1 << 19
 
 
 class LearnedStrategies(NamedTuple):
-    """What the strategies of one table add.
+    """The costs that the strategies of one table add.
 
     Attributes:
       embeddings: of lookups and updates, `[2, D, S_t, E]`.

@@ -53,7 +53,7 @@ _FORMAT, _VERSION = "diffshard learned cost of embedding tables", 1
 
 
 class LearnedPrediction(NamedTuple):
-    """What a learned cost predicts of a placement.
+    """The seconds of a placement by a learned cost.
 
     Attributes:
       forward_s: seconds of each device's lookups, `[D]`.

@@ -131,7 +131,7 @@ _ANY_HARDWARE = Hardware("measured", 1.0, 1.0, 1.0, {})
 
 
 class MeasuredSeconds(NamedTuple):
-    """What was measured.
+    """The measured seconds of one case.
 
     Attributes:
       forward_s: seconds of lookups, or of the exchange of ids and pooled rows.

@@ -57,7 +57,7 @@ class TablePlanData(Certified):
 
     @cached_property
     def predicted(self) -> DecodedTables:
-        """What each device computes, sends and holds."""
+        """The seconds and bytes of each device."""
         by_bytes = decoded(self.tables, self.pieces, self.devices)
         return by_bytes if self.learned is None else self.learned.in_place_of(by_bytes)
 

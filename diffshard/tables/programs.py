@@ -45,7 +45,7 @@ Fetched = dict[str, jax.Array]
 
 
 class LookupPrograms:
-    """What each device runs to make and to look up tables, for `shard_map`.
+    """The programs of each device that make and look up tables, for `shard_map`.
 
     Args:
       axes: names of the mesh's axes; the devices are numbered row-major.

@@ -40,7 +40,7 @@ _WHAT = "place embedding tables"  # in errors of several processes
 
 
 class _Placed(NamedTuple):
-    """What a search finds: strategies `[T]`, with the certificate of the plan."""
+    """The result of a search: strategies `[T]`, with the certificate of the plan."""
 
     choice: tuple[Index, ...]
     lower_bound_s: Amount

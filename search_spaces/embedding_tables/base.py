@@ -93,7 +93,7 @@ class EmbeddingTable:
 
     @property
     def update_rule(self) -> TableOptimizer:
-        """What the optimiser keeps and computes."""
+        """The optimiser's state and update of each row."""
         return OPTIMIZERS[self.optimizer]
 
     def _field(self, field: str) -> str:

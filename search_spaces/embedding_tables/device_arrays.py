@@ -25,7 +25,7 @@ from search_spaces.embedding_tables.strategies import TableStrategies
 
 
 class TableBytes(NamedTuple):
-    """What the strategies of one table need in arrays of the devices.
+    """The bytes that the strategies of one table need in arrays of the devices.
 
     Attributes:
       arrays: the arrays in which the table may have rows, or their state, `[O]`.

@@ -23,7 +23,7 @@ ADAM_BETAS = 0.9, 0.999
 
 
 class Step(NamedTuple):
-    """What is the same for all rows in a step.
+    """The numbers of a step that are the same for all rows.
 
     Attributes:
       rate: the learning rate, float32.

@@ -93,7 +93,7 @@ def distinct_rows(table: EmbeddingTable, piece: Piece, ids: float) -> float:
 
 
 class Price(NamedTuple):
-    """What pieces cost each device.
+    """The costs of pieces on each device.
 
     Attributes:
       forward_s: seconds of forward lookups, `[D]`.

@@ -63,7 +63,7 @@ class EmbeddingTableSpace:
 
     @cached_property
     def prices(self) -> tuple[Price, ...]:
-        """What the strategies of each table cost: T prices of arrays `[S_t, D]`."""
+        """The costs of the strategies of each table: T prices of arrays `[S_t, D]`."""
         return tuple(
             strategy_prices(table, strategies.kinds, self.devices)
             for table, strategies in zip(self.tables, self.strategies, strict=True)
@@ -71,7 +71,7 @@ class EmbeddingTableSpace:
 
     @cached_property
     def arrays(self) -> DeviceArrays:
-        """What strategies need in the arrays of the devices, with which placements have to fit the memory."""
+        """The bytes of strategies in the arrays of the devices, with which placements have to fit the memory."""
         return device_arrays(self.tables, self.strategies, self.prices, self.devices)
 
     @cached_property

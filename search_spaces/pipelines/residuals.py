@@ -144,7 +144,7 @@ class Value(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What may run again: an equation of a forward program, or for each trip one of the body of an opened scan.
+    """An equation that may run again: of a forward program, or for each trip one of the body of an opened scan.
 
     Attributes:
       scan: the index of the scan's equation; `OUTSIDE` for an equation of the program itself.

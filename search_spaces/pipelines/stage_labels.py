@@ -49,7 +49,7 @@ class Label(NamedTuple):
 
 
 class Accumulation(NamedTuple):
-    """What the micro-batches of a stage make together."""
+    """A total over the micro-batches of a stage."""
 
     total: Key
     part: Key

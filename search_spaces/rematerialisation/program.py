@@ -39,7 +39,7 @@ from search_spaces.sharding.graph import Block, Graph, Operand, Region, Step, Va
 
 @dataclass
 class _ScanCopies:
-    """What one scan of a pair hands over to the other.
+    """The values that one scan of a pair hands over to the other.
 
     Attributes:
       saved: values of the forward body that are stacked for the regions.

@@ -21,7 +21,7 @@ GivenSpec = Sequence[tuple[int, ...] | None]
 
 
 class Axes(NamedTuple):
-    """What strategies need to know of a mesh's axes, which are numbered as in the mesh.
+    """The axes of a mesh, numbered as in the mesh, as strategies need to know them.
 
     Attributes:
       sizes: `[A]` devices along each.
@@ -52,7 +52,7 @@ class ReshardStep(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """What a collective costs on one mesh axis: by kind, lines over the bytes of its size.
+    """The seconds of collectives on one mesh axis: by kind, lines over the bytes of its size.
 
     Attributes:
       lines: of each kind, those that are the fastest at some size, from the smallest to the largest.
@@ -135,7 +135,7 @@ class ShardingStrategy(NamedTuple):
 
 
 class Coded(NamedTuple):
-    """What is in fewer bits besides the operands of a product.
+    """An array in fewer bits that is not the operand of a product.
 
     Attributes:
       vertex: the index of the operation.
@@ -229,7 +229,7 @@ class Layout(NamedTuple):
 
     @property
     def coded(self) -> frozenset[Coded]:
-        """What is in fewer bits besides."""
+        """The arrays in fewer bits that are not operands of products."""
         return frozenset(coded for i, strategy in enumerate(self.strategies) for coded in coded_by(strategy, i))
 
     @property

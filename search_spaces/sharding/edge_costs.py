@@ -165,7 +165,7 @@ def fill_formatted(array: np.ndarray, edge: Edge, nodes: Sequence[Node], of_read
 
 
 class Exchange(NamedTuple):
-    """What an edge exchanges as codes of one format.
+    """The exchange of an edge as codes of one format.
 
     Attributes:
       is_coded: `[S_u, S_v]` with which strategies of both ends.

@@ -24,7 +24,7 @@ Encode = Callable[[Any, Vertex, int, IndexedSpec], Any]
 
 
 class Arrays(Protocol):
-    """What an executor does with arrays."""
+    """The functions of an executor on arrays."""
 
     def reshard(
         self, array: Any, value: Value, source: IndexedSpec, steps: Sequence[ReshardStep], exchanged_in: str = ""
@@ -69,7 +69,7 @@ def _as_it_lies(array: Any, major: int = 0) -> Any:
 
 
 class Flow(NamedTuple):
-    """What orders an interpreter's work: barriers, loops and branches, with the signatures of those in `jax.lax`.
+    """The control flow of an interpreter: barriers, loops and branches, with the signatures of those in `jax.lax`.
 
     `from_host(array, value, others)` copies an array of the state to the device when the others are there, and returns
     it and these; `to_host(array, value)` copies what replaces one to the host's memory.

@@ -51,7 +51,7 @@ class Transfer(NamedTuple):
 
 
 class StepPrediction(NamedTuple):
-    """What a choice is predicted to cost; all seconds together are the cost of the choice.
+    """The predicted costs of a choice; all seconds together are its cost.
 
     Attributes:
       compute_s: for each vertex, seconds of arithmetic and memory traffic in one step.

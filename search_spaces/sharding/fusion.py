@@ -234,7 +234,7 @@ def is_pointwise(vertex: Vertex, rule: Rule | None) -> bool:
 
 
 class Fusing:
-    """What goes into the fusion of its reader, and what a fusion writes over."""
+    """The operations that are fused into their reader, and the arrays that a fusion writes over."""
 
     def __init__(self, graph: Graph, pointwise: Sequence[bool]):
         self.graph, self.pointwise = graph, pointwise

@@ -16,7 +16,7 @@ from search_spaces.sharding.memory import Lifetimes, Residual
 
 
 class LateReads(NamedTuple):
-    """What a program reads of its forward pass when that is over.
+    """The reads of a program from its forward pass when that is over.
 
     Attributes:
       kept: ids of values that they read as codes, with the format.

@@ -40,7 +40,7 @@ BITCASTS = frozenset(
 
 
 class Kernels(NamedTuple):
-    """What is moved in one run of each vertex.
+    """The arrays that are moved in one run of each vertex.
 
     Attributes:
       reads: for each vertex and operand, how often the operand's bytes are read: once for each kernel whose read is

@@ -105,7 +105,7 @@ def links_of_axes(costs: NodeCosts) -> list[tuple[int, ...]]:
 
 
 class _Recorder:
-    """What runs on tokens: `executor.Arrays` and `executor.Flow`; writes steps down."""
+    """An executor on tokens, as `executor.Arrays` and `executor.Flow`, that writes steps down."""
 
     def __init__(self, graph: Graph, layout: Layout, costs: NodeCosts):
         self.graph, self.layout, self.costs = graph, layout, costs

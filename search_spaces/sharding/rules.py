@@ -19,7 +19,7 @@ from search_spaces.sharding.base import Rule
 
 
 class Mark(enum.IntFlag):
-    """What sharding a factor means; marks of merged factors add up, parts of a split factor inherit them."""
+    """A consequence of sharding a factor; marks of merged factors add up, parts of a split factor inherit them."""
 
     NONE = 0
     REDUCTION = enum.auto()

@@ -64,7 +64,7 @@ class FetchStage(NamedTuple):
 
 @dataclass
 class Barrier:
-    """What the barrier between two windows joins, and what runs there.
+    """The barrier between two windows: the values that it joins, and the operations that run there.
 
     Attributes:
       arrivals: fetches whose last stage must have ended.

@@ -324,7 +324,7 @@ def _gathers(steps: Sequence[ReshardStep]) -> bool:
 
 
 class HeldPositions(NamedTuple):
-    """What a schedule holds in memory for the sake of collectives, by value id.
+    """The values that a schedule holds in memory for the sake of collectives, by id.
 
     Attributes:
       fetch_from: for weights that are gathered early, the position of the gather.

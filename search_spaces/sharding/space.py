@@ -313,7 +313,7 @@ class ShardingSpace:
 
     @cached_property
     def reshard_costs(self) -> ReshardCosts:
-        """What reshards cost on the mesh, and the steps that they take."""
+        """The seconds of reshards on the mesh, and the steps that they take."""
         return ReshardCosts(self.axis_names, self.axis_sizes, self.hardware)
 
     @cached_property
@@ -323,7 +323,7 @@ class ShardingSpace:
 
     @cached_property
     def kernels(self) -> Kernels:
-        """What is read from memory and written to it."""
+        """The reads from memory and writes to it of each vertex."""
         return kernels_of(self.graph, self.rules, self.donated)
 
     @cached_property
@@ -333,7 +333,7 @@ class ShardingSpace:
 
     @cached_property
     def usages(self) -> Usages:
-        """What each node's strategies hold in memory, and when."""
+        """The bytes that each node's strategies hold in memory, and when."""
         return self.usages_with(self.lifetimes)
 
     def usages_with(self, lifetimes: Lifetimes) -> Usages:
@@ -353,7 +353,7 @@ class ShardingSpace:
 
     @cached_property
     def node_costs(self) -> NodeCosts:
-        """What strategies cost by themselves."""
+        """The costs of strategies by themselves."""
         return self._unpriced_costs.with_prices(self.format_price_s)
 
     @cached_property
@@ -364,7 +364,7 @@ class ShardingSpace:
 
     @cached_property
     def edge_costs(self) -> EdgeCosts:
-        """What it costs to bring a value from one node to another."""
+        """The costs of bringing a value from one node to another."""
         return EdgeCosts(self.reshard_costs, self._collective_shares)
 
     @cached_property
@@ -386,12 +386,12 @@ class ShardingSpace:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of a plan should know: loops of unknown length, operations that run whole on every device."""
+        """Notes for a reader of a plan: on loops of unknown length, and operations that run whole on every device."""
         return notes_of(self.graph, self.rules, self.axis_names, self.axis_sizes, self.as_program)
 
     @cached_property
     def quantities(self) -> Quantities:
-        """What an objective of a step reads, see `search_spaces.sharding.step_quantities`."""
+        """The quantities that an objective of a step reads, see `search_spaces.sharding.step_quantities`."""
         return step_quantities(self.problem, self.nodes, self.edges, self.node_costs)
 
     @cached_property

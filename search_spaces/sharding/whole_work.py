@@ -75,7 +75,7 @@ class _Factor(NamedTuple):
 
 
 class _Loss(NamedTuple):
-    """What an operation loses: seconds, and the uneven factor with its axes and parts, None where nothing splits it."""
+    """The loss of an operation in seconds, and its uneven factor with axes and parts, None where nothing splits it."""
 
     seconds: float
     factor: _Factor | None = None

@@ -14,7 +14,7 @@ from search_spaces.base import Choice, Traffic
 
 
 class Measurement(NamedTuple):
-    """What training measured of a choice.
+    """The loss of a choice as training measured it.
 
     Attributes:
       choice: V strategy indices.

@@ -15,7 +15,7 @@ from search_spaces.base import Batch, Choice, LossAndGradients, LossySpace, Para
 
 
 class TrainingState(NamedTuple):
-    """What training carries from step to step; a pytree of arrays, so it can be saved and restored.
+    """The state of a training between steps; a pytree of arrays, so it can be saved and restored.
 
     Attributes:
       residuals: what strategies have not sent yet, `[devices, ...]` for each parameter that may have some.

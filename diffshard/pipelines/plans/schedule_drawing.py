@@ -25,7 +25,7 @@ KINDS: dict[int | None, str] = {
 
 
 class Box(NamedTuple):
-    """What a stage or a link does for some time.
+    """A time in which a stage or a link does one thing.
 
     Attributes:
       kind: such as "forward".
@@ -42,7 +42,7 @@ class Box(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """What a replica besides the main one waits for.
+    """The seconds that a replica besides the main one waits.
 
     Attributes:
       weights_s: until it has the weights.
@@ -54,7 +54,7 @@ class Exchange(NamedTuple):
 
 
 class Drawing(NamedTuple):
-    """What is drawn.
+    """The contents of a drawing.
 
     Attributes:
       boxes: by kind of operation and stage; of the ends of steps by `None` and stage.

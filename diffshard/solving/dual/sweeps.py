@@ -94,7 +94,7 @@ class _EqualGroup(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """What sweeps need of a problem, laid out once.
+    """A problem's edges and nodes by colour, laid out once for all sweeps.
 
     Attributes:
       up: for each colour the groups of edges to later colours.

@@ -40,7 +40,7 @@ class _Rows(NamedTuple):
 
 
 class ChosenRows:
-    """What strategies pay on some edges, where the neighbours' choice is given."""
+    """Costs of strategies on some edges, where the neighbours' choice is given."""
 
     def __init__(self, csr: CSRProblem, edge: np.ndarray | None = None):
         """Lays out directed edges, which must be sorted, by default all; strategies of their sources pay."""

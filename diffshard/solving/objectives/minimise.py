@@ -57,7 +57,7 @@ _WHOLE = 1e-6
 
 @dataclass
 class _Search:
-    """What all branches share; mutable.
+    """The state that all branches share; mutable.
 
     Attributes:
       problem: the linear part of the cost, with the memory limit.

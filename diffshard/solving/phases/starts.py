@@ -100,7 +100,7 @@ class Search:
 
 
 class AscentPhase(Protocol):
-    """What raises the dual's bound before there is a choice."""
+    """A phase that raises the dual's bound before there is a choice."""
 
     def init(self, csr: CSRProblem) -> Ascent:
         """Returns the dual before the first sweep."""

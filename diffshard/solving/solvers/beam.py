@@ -89,7 +89,7 @@ class _Partials(NamedTuple):
 
 
 class _Beam:
-    """What all widths share, and the choice of the last run."""
+    """The state that all widths share, and the choice of the last run."""
 
     def __init__(self, csr: CSRProblem, order: np.ndarray, rng: np.random.Generator):
         self._csr, self._order = csr, order

@@ -52,7 +52,7 @@ def planned_without_cudnn() -> Iterator[None]:
 
 
 class _Answers:
-    """What JAX's questions about cuDNN are answered while any thread plans; the last one puts JAX's functions back."""
+    """Answers to JAX's questions about cuDNN while any thread plans; the last one puts JAX's functions back."""
 
     def __init__(self) -> None:
         self._lock = Lock()  # held while functions are replaced or put back, not while a thread plans

@@ -46,7 +46,7 @@ class NamedRule:
 
     @property
     def combine(self) -> str:
-        """What combines partial results; "sum" where there are none."""
+        """The reduction that combines partial results; "sum" where there are none."""
         return self.reduction[0][1] if self.reduction else "sum"
 
     def sizes(

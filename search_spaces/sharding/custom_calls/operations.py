@@ -36,7 +36,7 @@ _BATCHING = "…"  # how JAX writes `...` in a rule, with the number of its grou
 
 
 class _Type(NamedTuple):
-    """What a function that makes a rule may ask of an operand or result."""
+    """The type of an operand or result, for a function that makes a rule."""
 
     shape: Shape
     element_type: Any
