@@ -39,7 +39,7 @@ Relaxation = Literal["softmax", "gumbel", "dual-guided"]
 
 
 class MethodResult(NamedTuple):
-    """What a method made of a problem: cost in seconds, inf where it broke a limit, and seconds until it ended."""
+    """The result of a method on a problem: cost in seconds, inf where it broke a limit, and seconds until it ended."""
 
     problem: str
     method: str

@@ -26,7 +26,7 @@ _VALIDATION_SEED = 100  # of no row
 
 
 class Run(NamedTuple):
-    """What a method returns for one seed: a choice, and the share of training that is exact before it."""
+    """The result of a method for one seed: a choice, and the share of training that is exact before it."""
 
     choice: Choice
     exact_share: float = 0.0

@@ -31,7 +31,7 @@ RATE = 3e-3  # of adam, falling by a cosine to a twentieth
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, how long, and what is chosen from.
+    """A training: its task, its steps, and the choices for it.
 
     Attributes:
       name: for records.

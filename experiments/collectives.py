@@ -64,7 +64,7 @@ class Curve(NamedTuple):
 
     @property
     def sent_bytes(self) -> np.ndarray:
-        """What one device sends, `[points]`."""
+        """The bytes that one device sends, `[points]`."""
         return collective_sent_bytes(self.kind, self.num_bytes, self.ring.size)
 
     @property

@@ -37,7 +37,7 @@ APART |= {"xla_gpu_dot_merger_threshold_mb": 0, AT_ONCE: 4}
 
 
 class Way(NamedTuple):
-    """What comes before products with columns of a weight, its transpose after those with rows, and how tokens lie."""
+    """The collectives before products with columns of a weight and after those with rows, and how tokens lie."""
 
     gather: Callable[..., jax.Array]
     reduce: Callable[..., jax.Array]

@@ -47,7 +47,7 @@ class Killed(NamedTuple):
 
 
 class Elastic(NamedTuple):
-    """What an interrupted training did.
+    """The record of an interrupted training.
 
     Attributes:
       losses: of each step, as the processes made them last.

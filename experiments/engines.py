@@ -25,7 +25,7 @@ from search_spaces.embedding_tables.space import EmbeddingTableSpace
 
 
 class Outcome(NamedTuple):
-    """What an engine found: a placement whose arrays are longer than the memory is not feasible; processor seconds."""
+    """The result of an engine, not feasible if arrays are longer than the memory, and its processor seconds."""
 
     solution: Solution
     cpu_s: float

@@ -62,7 +62,7 @@ def one_use(losses: MeasuredLosses, groups: Sequence[ProductGroup]) -> list[floa
 
 
 class Estimate(NamedTuple):
-    """What an estimate predicts of each group, and its processor seconds, the first time and the second."""
+    """The predictions of an estimate for each group, and its processor seconds, the first time and the second."""
 
     increases: list[float]
     first_s: float

@@ -133,7 +133,7 @@ def _softmin(rows: jax.Array, temperature: jax.Array) -> jax.Array:
 
 
 class AscentResult(NamedTuple):
-    """What an ascent of the dual reached.
+    """The result of an ascent of the dual.
 
     Attributes:
       bound: the best one at temperature 0.

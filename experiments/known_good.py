@@ -102,7 +102,7 @@ CASES = (
 
 
 class CaseResult(NamedTuple):
-    """What a search made of a case.
+    """The result of a search on a case.
 
     Attributes:
       case: the case.

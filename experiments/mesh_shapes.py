@@ -83,7 +83,7 @@ MODELS: dict[str, Callable[[int, str], Model]] = {
 
 
 class Row(NamedTuple):
-    """What was found for a model on a number of devices.
+    """The plans that were found for a model on a number of devices.
 
     Attributes:
       model, devices: what was planned.

@@ -211,7 +211,7 @@ def _share_split(specs: Specs) -> str:
 
 
 class Answer(NamedTuple):
-    """What a strategy says to a model.
+    """The answer of a strategy for a model.
 
     Attributes:
       model: its name.

@@ -92,7 +92,7 @@ MODELS: dict[str, RealModel] = {
 
 
 class Row(NamedTuple):
-    """What one model on some devices comes to.
+    """The results of one model on some devices.
 
     Attributes:
       model, devices, batch: what is planned.

@@ -92,7 +92,7 @@ class Training:
 
 
 class Result(NamedTuple):
-    """What the three trainings of a case took.
+    """The seconds of the three trainings of a case.
 
     Attributes:
       step_s: of the last steps of each: searching, first, best.

@@ -52,7 +52,7 @@ HARDWARE: dict[str, Callable[[Mesh], diffshard.Hardware]] = {
 
 
 class Setting(NamedTuple):
-    """What plans are made for: a model with its name in the table and its batch, on a mesh of some hardware."""
+    """A case to plan: a model with its name in the table and its batch, on a mesh of some hardware."""
 
     name: str
     batch: int

@@ -48,7 +48,7 @@ _GAP = 1e-3
 
 
 class Transfer(NamedTuple):
-    """What a choice sends for one node or edge.
+    """The transfer of a choice for one node or edge.
 
     Attributes:
       after: the place in the program from which on it can be sent.

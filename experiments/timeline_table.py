@@ -69,7 +69,7 @@ class Row:
 
     @property
     def key(self) -> tuple[str, str, int, str]:
-        """What tells this row from others."""
+        """The key that tells this row from others."""
         return self.model, self.mesh, self.batch, self.plan
 
 

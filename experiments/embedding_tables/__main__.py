@@ -31,7 +31,7 @@ _EXACT_TIME_LIMIT_S = 120.0
 
 
 class Outcome(NamedTuple):
-    """What one way of placing does on one task.
+    """The outcome of one way of placing on one task.
 
     Attributes:
       step_s: predicted; inf where it finds no placement that fits.

@@ -85,7 +85,7 @@ def greedy(tables: Sequence[EmbeddingTable], devices: TableDevices, score: Score
 
 
 class Prices:
-    """What parts cost, each by itself: their bytes and bandwidths."""
+    """The costs of parts, each by itself: their bytes and bandwidths."""
 
     def __init__(self, tables: Sequence[EmbeddingTable], devices: TableDevices):
         self.tables, self.devices = tables, devices
@@ -209,10 +209,10 @@ class Placed:
 
     @property
     def step_s(self) -> float:
-        """What a step takes."""
+        """The seconds of a step."""
         return max(self.forward_s) + max(self.rest_s)
 
     @property
     def device_bytes(self) -> list[float]:
-        """What each device holds, `[D]`."""
+        """The bytes that each device holds, `[D]`."""
         return [limit - room for limit, room in zip(self.limits, self.room, strict=True)]

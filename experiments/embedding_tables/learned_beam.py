@@ -31,13 +31,13 @@ class LearnedPlaced(Placed):
 
     @property
     def step_s(self) -> float:
-        """What a step takes, with its exchanges."""
+        """The seconds of a step, with its exchanges."""
         exchanged_s = self._prices.cost.exchanged_s(self._columns, self._ids, self._prices.devices.batch_size)
         return super().step_s + float(sum(exchanged_s))
 
 
 class LearnedPrices(Prices):
-    """What parts cost by networks."""
+    """The costs of parts by networks."""
 
     def __init__(self, tables: Sequence[EmbeddingTable], devices: TableDevices, cost: LearnedTableCost):
         super().__init__(tables, devices)

@@ -56,7 +56,7 @@ class Task(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a way does on one task with one memory.
+    """The outcome of a way on one task with one memory.
 
     Attributes:
       fast_share: of accesses by the law.

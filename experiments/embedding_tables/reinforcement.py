@@ -85,7 +85,7 @@ def features_of(table: EmbeddingTable) -> list[float]:
 
 
 class CostNetwork(nn.Module):
-    """What the tables of a device take, in milliseconds, from the sum of their representations."""
+    """The milliseconds of the tables of a device, from the sum of their representations."""
 
     def setup(self) -> None:
         """Names the layers."""
@@ -130,7 +130,7 @@ class Policy(nn.Module):
 
 
 class Judge(NamedTuple):
-    """What tables are thought to cost: representations of tables that add up, and the costs of a sum.
+    """The predicted costs of tables: representations of tables that add up, and the costs of a sum.
 
     Attributes:
       tables: `[T, E]`.

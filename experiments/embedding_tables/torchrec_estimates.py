@@ -86,7 +86,7 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """What the planner is told, and whether its own estimates count.
+    """The settings of the planner, and whether its own estimates are used.
 
     Attributes:
       reserves: whether memory is kept for everything else: 15%, six times the dense parameters, and twenty copies of

@@ -9,7 +9,7 @@ import optax
 
 
 class State(NamedTuple):
-    """What a training step carries: any pytrees.
+    """The state of a training step: any pytrees.
 
     Attributes:
       params: the trained parameters.

@@ -67,7 +67,7 @@ class Network(nn.Module):
 
 
 class StepResult(NamedTuple):
-    """What a training step says.
+    """The metrics of a training step.
 
     Attributes:
       loss: mean squared error.

@@ -57,7 +57,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """The name in messages."""
         return f"run of {self.model}, {self.plan}" if self.kind == "run" else self.kind
 
     def is_in(self, records: Sequence[Record]) -> bool:

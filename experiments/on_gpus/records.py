@@ -23,7 +23,7 @@ class RecordsError(ValueError):
 
 @dataclass(frozen=True)
 class Environment:
-    """What was measured on, and how.
+    """The devices and versions that were measured, and the settings.
 
     Attributes:
       format: `FORMAT`.
@@ -46,7 +46,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class MeasuredHardware:
-    """What `diffshard.hardware.calibrate` measured, and the preset of the same devices.
+    """The rates that `diffshard.hardware.calibrate` measured, and the preset of the same devices.
 
     Attributes:
       calibrated: rates, and a link for each axis of the mesh.

@@ -64,7 +64,7 @@ class PipelinePlan(NamedTuple):
 
 
 class SearchResult(NamedTuple):
-    """What a search found.
+    """The result of a search.
 
     Attributes:
       plan: the fastest; None where none fits.
@@ -120,7 +120,7 @@ class _Chain(NamedTuple):
 
     @property
     def microbatch_s(self) -> np.ndarray:
-        """What stages take for a micro-batch."""
+        """The seconds of stages for a micro-batch."""
         return self.tables.forward_s + self.tables.backward_s
 
     @property

@@ -53,7 +53,7 @@ MODELS = {
 
 
 class StageTables(NamedTuple):
-    """What every stage takes on every submesh: all that the search and the simulation read.
+    """The costs of every stage on every submesh: all that the search and the simulation read.
 
     Prices from elsewhere, as those of searched sharding plans, can take their place.
 

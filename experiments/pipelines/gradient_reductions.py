@@ -33,7 +33,7 @@ _COMPILED_HEAD = ["XLA step s", "XLA GiB", "GB in micro-batches", "summed", "GB 
 
 
 class CompiledPipeline(NamedTuple):
-    """What XLA made of a pipeline for H100s.
+    """A pipeline as XLA compiled it for H100s.
 
     Attributes:
       step_s: by the timeline of the slowest stage: all micro-batches one after the other, then the end.

@@ -39,7 +39,7 @@ class ProgramMemory(NamedTuple):
 
     @property
     def added_bytes(self) -> int:
-        """What it takes besides the arrays that are there before it."""
+        """The bytes that it takes besides the arrays that are there before it."""
         return self.output_bytes - self.alias_bytes + self.temporary_bytes + self.read_back_bytes
 
 

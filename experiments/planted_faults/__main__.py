@@ -42,7 +42,7 @@ _CACHE = "JAX_COMPILATION_CACHE_DIR"
 
 
 class Outcome(NamedTuple):
-    """What the tests made of a fault.
+    """The outcome of the tests for a fault.
 
     Attributes:
       verdict: `NOTICED`, `NOT_NOTICED`, `TIMED_OUT`, `NOT_APPLICABLE` or `BROKEN_TEST`.

@@ -33,7 +33,7 @@ class ActorCritic(nn.Module):
 
 
 class Transition(NamedTuple):
-    """What happened at one time in each environment."""
+    """The events of one time in each environment."""
 
     observation: Any
     action: Any
