@@ -130,7 +130,9 @@ def checked_names(names: Sequence[str] | None, state: Any, num_rows: int) -> fro
         keys = _keys(path)
         if chosen is None or chosen & keys:
             found |= keys
-            check_movable({"/".join(map(str, map(_key, path))): leaf}, num_rows, "slots of all devices")
+            check_movable(
+                {jax.tree_util.keystr(path, simple=True, separator="/"): leaf}, num_rows, "slots of all devices"
+            )
     if chosen is not None and chosen - found:
         raise ValueError(f"`names` has {sorted(chosen - found)}, and no array of `state` has such a name.")
     return chosen
@@ -147,14 +149,7 @@ def map_named(function: Callable[[Any], Any], state: Any, names: frozenset[str] 
 
 
 def _keys(path: Sequence[Any]) -> frozenset[str]:
-    return frozenset(str(_key(key)) for key in path)
-
-
-def _key(key: Any) -> Any:
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return getattr(key, attribute)
-    return key
+    return frozenset(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
 Expert = Callable[[Any, jax.Array], jax.Array]

@@ -1,6 +1,6 @@
 """`GroupPlan` and `ExpertAssignment`: which workers form groups, which worker holds which expert, and what it costs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,9 +56,7 @@ class ExpertAssignment(PlanRecord):
     @property
     def experts(self) -> tuple[tuple[int, ...], ...]:
         """The experts of each worker, `[W]` tuples."""
-        return tuple(
-            tuple(x for x, holder in enumerate(self.worker) if holder == worker) for worker in range(len(self.busy_s))
-        )
+        return _held_by(range(len(self.busy_s)), self.worker)
 
     def layout(self, mesh: Mesh | AbstractMesh, axis: str) -> ExpertLayout:
         """Returns where the experts lie on a mesh whose axis has the workers, in their order.
@@ -185,10 +183,7 @@ class GroupPlan(PlanRecord):
           PlanError: as `mesh`.
         """
         mesh = self.mesh(devices, axes=axes)
-        rows = tuple(
-            tuple(tuple(x for x, holder in enumerate(holders) if holder == worker) for worker in group)
-            for group, holders in zip(self.groups, self.expert_workers, strict=True)
-        )
+        rows = tuple(map(_held_by, self.groups, self.expert_workers))
         if self.is_rectangular:
             return ExpertLayout(mesh, axes[1], (tuple(range(len(rows[0]))),), rows[0])
         ends = np.cumsum([len(group) for group in self.groups])
@@ -213,6 +208,11 @@ class GroupPlan(PlanRecord):
             counts = f"{min(held)}" if min(held) == max(held) else f"{min(held)} to {max(held)}"
             rows.append((str(index), computing, exchanging, counts, " ".join(map(str, group))))
         return "\n".join([*lines, *format_table(rows, "  ", right=(0, 1, 2, 3), wrap=(4,))])
+
+
+def _held_by(workers: Iterable[int], holders: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Returns the experts of each worker, where `holders` are the workers of each expert, `[X]`."""
+    return tuple(tuple(x for x, holder in enumerate(holders) if holder == worker) for worker in workers)
 
 
 def status_of(step_s: float, lower_bound_s: float, ended: str) -> str:
