@@ -35,8 +35,6 @@ BACKWARD_FACTOR = 2.0
 """Seconds of the backward pass and the update for one second of forward lookups; TorchRec's."""
 ID_BYTES = 4  # ids are int32
 POOLED_BYTES = 4  # pooled rows are float32, whatever the table's type
-STATE_BYTES_PER_ROW = 4
-"""What row-wise Adagrad keeps for each row of a table: one float32."""
 GRADIENT_BYTES = 4  # gradients of copies are float32, whatever the table's type
 COPY_GRADIENT_PASSES = 3
 """Times that an update goes over all of a copy's gradient: it is filled with zeros, squared, and applied to the rows.
@@ -146,7 +144,7 @@ def copy_update_s(
     itemsize: ArrayLike,
     links: TableLinks,
     hardware: Hardware,
-    state_bytes: ArrayLike = STATE_BYTES_PER_ROW,
+    state_bytes: ArrayLike,
 ) -> np.ndarray:
     """Computes the seconds of a copy's update: the all-reduce of its gradient, and the passes over all of its numbers.
 

@@ -36,7 +36,8 @@ def moved(rows):
     entry = module.computations[module.entry]
     works = [kernel_work(module, entry, one) for one in entry.instructions if "all-reduce" not in one.opcode]
     hardware = plan.devices.hardware[0]
-    predicted_s = copy_update_s(rows, 64, table.itemsize, TableLinks(4, 0.0), hardware)
+    links, state_bytes = TableLinks(4, 0.0), table.update_rule.state_bytes(64)
+    predicted_s = copy_update_s(rows, 64, table.itemsize, links, hardware, state_bytes)
     predicted = predicted_s * hardware.reached_memory_bytes_per_s
     return sum(work.num_bytes for work in works if work), predicted
 
