@@ -9,6 +9,7 @@ columns.
 """
 
 import datetime
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
@@ -22,6 +23,7 @@ from cost.base import Hardware
 from cost.pooled_networks import fit
 from cost.real_numbers import whole_number
 from diffshard.solving.csr import numpy_generator
+from diffshard.tables.checks import checked_key
 from diffshard.tables.exchanges import Exchanges
 from diffshard.tables.layout import Layout
 from diffshard.tables.learned_cost import LearnedTableCost
@@ -50,34 +52,27 @@ class Samples(NamedTuple):
     backward_s: np.ndarray
 
 
-def device_samples(
-    count: int, device: Any, rng: np.random.Generator, each: Callable[[], None] = lambda: None
-) -> Samples:
-    """Measures random pieces on a device; calls `each` after each sample."""
-    found = []
-    for _ in range(count):
-        batch_size = int(rng.choice(_BATCH_SIZES))
-        tables, pieces = random_pieces(rng)
-        seconds = device_seconds(tables, pieces, batch_size, device, rng)
-        features = [piece_features(tables[p.table], p, batch_size, 1) for p in pieces]
-        found.append((np.array(features), *seconds))
-        each()
-    return _samples(found)
+Sample = tuple[np.ndarray, float, float]
+"""Features `[m, F]` of a set of elements, and what they take: the fields of `Samples` for one set."""
 
 
-def exchange_samples(
-    count: int, devices: Sequence[Any], rng: np.random.Generator, each: Callable[[], None] = lambda: None
-) -> Samples:
-    """Measures random exchanges between two or more of the devices; calls `each` after each sample."""
-    counts, found = [2**i for i in range(1, len(devices).bit_length()) if 2**i <= len(devices)], []
-    for _ in range(count):
-        batch_size, num_devices = int(rng.choice(_BATCH_SIZES)), int(rng.choice(counts))
-        columns = _uneven(rng, num_devices, 10 ** rng.uniform(1, 3), 4)
-        ids = _uneven(rng, num_devices, 10 ** rng.uniform(0, 2.3), 1)
-        seconds = exchange_seconds(columns, ids, batch_size, devices[:num_devices])
-        found.append((device_features(columns, ids, batch_size), *seconds))
-        each()
-    return _samples(found)
+def device_sample(device: Any, rng: np.random.Generator) -> Sample:
+    """Measures random pieces on a device."""
+    batch_size = int(rng.choice(_BATCH_SIZES))
+    tables, pieces = random_pieces(rng)
+    seconds = device_seconds(tables, pieces, batch_size, device, rng)
+    features = [piece_features(tables[p.table], p, batch_size, 1) for p in pieces]
+    return np.array(features), seconds.forward_s, seconds.backward_s
+
+
+def exchange_sample(devices: Sequence[Any], rng: np.random.Generator) -> Sample:
+    """Measures a random exchange between two or more of the devices."""
+    counts = [2**i for i in range(1, len(devices).bit_length()) if 2**i <= len(devices)]
+    batch_size, num_devices = int(rng.choice(_BATCH_SIZES)), int(rng.choice(counts))
+    columns = _uneven(rng, num_devices, 10 ** rng.uniform(1, 3), 4)
+    ids = _uneven(rng, num_devices, 10 ** rng.uniform(0, 2.3), 1)
+    seconds = exchange_seconds(columns, ids, batch_size, devices[:num_devices])
+    return device_features(columns, ids, batch_size), seconds.forward_s, seconds.backward_s
 
 
 def random_pieces(rng: np.random.Generator) -> tuple[list[EmbeddingTable], list[Piece]]:
@@ -117,11 +112,6 @@ def _uneven(rng: np.random.Generator, num_devices: int, mean: float, multiple: i
     """Draws sizes of devices that are more or less alike."""
     shares = rng.dirichlet(np.full(num_devices, 10 ** rng.uniform(0, 2))) * num_devices
     return [max(round(share * mean / multiple), 1) * multiple for share in shares]
-
-
-def _samples(found: Sequence[tuple[np.ndarray, float, float]]) -> Samples:
-    features, forward_s, backward_s = zip(*found, strict=True)
-    return Samples(list(features), np.array(forward_s), np.array(backward_s))
 
 
 _AXIS = "tables"
@@ -286,18 +276,21 @@ def learn_table_cost(
             raise ValueError(f"`{name}` must be a whole number of at least {LEAST_SAMPLES}, not {number!r}.")
     if progress is not None and not callable(progress):
         raise TypeError(f"`progress` must be a function of two numbers, not {progress!r}.")
-    key = jax.random.key(key) if isinstance(key, int) else key
-    rng = numpy_generator(key)
-    total, done = num_samples + (num_exchanges if len(devices) > 1 else 0), 0
+    key = checked_key(key)
+    rng, done = numpy_generator(key), itertools.count(1)
+    total = num_samples + (num_exchanges if len(devices) > 1 else 0)
 
-    def each() -> None:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(done, total)
+    def samples(count: int, measure: Callable[[], Sample]) -> Samples:
+        found = []
+        for _ in range(count):
+            found.append(measure())
+            if progress is not None:
+                progress(next(done), total)
+        features, forward_s, backward_s = zip(*found, strict=True)
+        return Samples(list(features), np.array(forward_s), np.array(backward_s))
 
-    pieces = device_samples(num_samples, devices[0], rng, each)
-    exchanges = exchange_samples(num_exchanges, devices, rng, each) if len(devices) > 1 else None
+    pieces = samples(num_samples, lambda: device_sample(devices[0], rng))
+    exchanges = samples(num_exchanges, lambda: exchange_sample(devices, rng)) if len(devices) > 1 else None
     return trained_cost(pieces, exchanges, devices, key)
 
 
