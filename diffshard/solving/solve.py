@@ -109,6 +109,11 @@ def check_key(key: jax.Array | int | None) -> None:
         raise ValueError(f"`key` must be a seed below 2^63, a JAX random key or None, got {key!r}.")
 
 
+def random_key(key: jax.Array | int | None) -> jax.Array:
+    """Returns a checked key, made of a seed if it is one; None is seed 0."""
+    return key if isinstance(key, jax.Array) else jax.random.key(int(key or 0))
+
+
 def checked_solve_options(options: Mapping[str, Any], function: Callable[..., Any]) -> SolveOptions:
     """Returns all four options that `function` was given, None for those left out; also where no solver is asked."""
     checked: Any = solver_options(options, SolveOptions.__annotations__, function)
@@ -167,7 +172,7 @@ def solve(
     run, time_limit_s = resolve(solver), real_number(checked.get("time_limit_s"))
     if time_limit_s is not None and reduce is presolve:
         reduce = functools.partial(presolve, deadline=begin_s + time_limit_s + _PRESOLVE_GRACE_S)
-    key = key if isinstance(key, jax.Array) else jax.random.key(int(key or 0))
+    key = random_key(key)
     if objective is not None or not isinstance(problem, Problem) or not is_node_form(problem):
         validate(problem)
         _check_objective(objective, problem)

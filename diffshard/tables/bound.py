@@ -30,7 +30,7 @@ import numpy as np
 from cost.base import Problem, num_strategies
 from diffshard.base import Proposal
 from diffshard.solving.solvers.exhaustive import price
-from search_spaces.embedding_tables.device_arrays import DeviceArrays, TableBytes
+from search_spaces.embedding_tables.device_arrays import DeviceArrays
 from search_spaces.embedding_tables.space import EmbeddingTableSpace
 
 
@@ -72,18 +72,11 @@ def strategy_arrays(space: EmbeddingTableSpace) -> StrategyArrays:
         rest_s=_side_by_side([price.rest_s for price in space.prices]),
         num_bytes=_side_by_side([np.asarray(usage, float) for usage in space.problem.usage]),
         limit_bytes=np.asarray(space.problem.memory_limit, float),
-        alone_fits=np.concatenate([_alone_fits(table, space.arrays) for table in space.arrays.tables]),
+        alone_fits=np.concatenate(list(map(space.arrays.fits_alone, space.arrays.tables))),
         sizes=sizes,
         start=np.cumsum(sizes) - sizes,
         first_of_kind=np.cumsum(groups) - groups,
     )
-
-
-def _alone_fits(table: TableBytes, arrays: DeviceArrays) -> np.ndarray:
-    """Returns whether the memory holds each strategy of a table alone, `[S_t]`."""
-    longest, memory = table.num_bytes.max(1), arrays.memory[table.arrays]
-    sums = np.stack([longest[memory == m].sum(0) for m in range(len(arrays.limit_bytes))])
-    return np.all(sums <= arrays.limit_bytes[:, None], axis=0)
 
 
 def _side_by_side(tables: list[np.ndarray]) -> np.ndarray:

@@ -12,7 +12,7 @@ rows, A additions of one table.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -102,6 +102,19 @@ def scaled(arrays: StrategyArrays, scale_s: float) -> list[Scaled]:
     ]
 
 
+@dataclass
+class Closest:
+    """The placement that exceeds the memory least, mutable; there is none once one fits.
+
+    Attributes:
+      choice: strategies, `[T]`.
+      excess: relative to a memory's size.
+    """
+
+    choice: np.ndarray | None = None
+    excess: float = math.inf
+
+
 class Chains:
     """The chains: strategies `[C, T]`, loads `[2, D, C]` and bytes that devices need in their arrays, `[A, D, C]`."""
 
@@ -138,7 +151,34 @@ class Chains:
         for t in sorted(range(len(tables)), key=lambda t: -self._least_work(t)):
             self._draw(t, self._hot, schedule.squarings[0] + 1)
 
-    def sweep(self, begin: float, end: float) -> None:
+    def cooled(self, num_sweeps: int, closest: Closest) -> Iterator[tuple[np.ndarray | None, float]]:
+        """Cools all chains once; yields after each sweep what is better than all before, or None and inf.
+
+        Args:
+          num_sweeps: draws of each table.
+          closest: becomes the placement that exceeds the memory least in a sweep in which none fits.
+
+        Yields:
+          Strategies `[T]`, and the scaled seconds of a step.
+        """
+        schedule, best = self._schedule, math.inf
+        for sweep in range(num_sweeps):
+            self._sweep(sweep / num_sweeps, (sweep + 1) / num_sweeps)
+            steps = self.steps()
+            first = int(steps.argmin())
+            if math.isinf(steps[first]):
+                excess = self._excess()
+                if excess.min() < closest.excess:
+                    closest.choice, closest.excess = self._choice[excess.argmin()].copy(), float(excess.min())
+            if sweep >= schedule.replace_after * num_sweeps and sweep % schedule.replace_every == 1:
+                self._replace_worse_half(steps)
+            if steps[first] < best:
+                best = float(steps[first])
+                yield self._choice[first].copy(), best
+            else:
+                yield None, math.inf
+
+    def _sweep(self, begin: float, end: float) -> None:
         """Draws each table's strategy once, in a new order, from one moment of the cooling to another."""
         (first, last), (low, high) = self._schedule.squarings, self._schedule.memory_prices
         moments = np.linspace(begin, end, len(self._tables), endpoint=False)
@@ -150,21 +190,17 @@ class Chains:
 
     def steps(self) -> np.ndarray:
         """Returns the scaled seconds of a step of each chain, `[C]`; inf where a memory is exceeded."""
-        return np.where(self.excess() > 0, np.inf, self._loads.max(1).sum(0))
+        return np.where(self._excess() > 0, np.inf, self._loads.max(1).sum(0))
 
-    def excess(self) -> np.ndarray:
+    def _excess(self) -> np.ndarray:
         """Returns by how much the arrays of each chain exceed a memory, relative to its size, `[C]`; 0 if they fit."""
         if not self._may_not_fit:
             return np.zeros(len(self._choice))
         return np.maximum(self._device_arrays.padded(self._needed) / self._limit - 1, 0).max(0)
 
-    def choice_of(self, chain: int) -> np.ndarray:
-        """Returns a copy of the strategies of one chain, `[T]`."""
-        return self._choice[chain].copy()
-
-    def replace_worse_half(self, steps: np.ndarray) -> None:
+    def _replace_worse_half(self, steps: np.ndarray) -> None:
         """Makes the worse half of the chains copies of the better half."""
-        order, half = np.lexsort((steps, self.excess())), len(steps) // 2
+        order, half = np.lexsort((steps, self._excess())), len(steps) // 2
         self._copy(order[:half], order[len(steps) - half :])
 
     def _copy(self, better: np.ndarray, worse: np.ndarray) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from cost.real_numbers import real_number
-from diffshard.solving.solve import check_key
+from diffshard.solving.solve import check_key, random_key
 from diffshard.tables.arrays import NO_ID, TableArrays
 from search_spaces.embedding_tables.base import EmbeddingTable
 
@@ -113,7 +113,7 @@ def checked_rates(learning_rate: Any, epsilon: Any) -> tuple[jax.Array, float]:
 def checked_key(key: Any) -> jax.Array:
     """Returns a random key, made of a seed if it is one; raises `ValueError` for anything else."""
     check_key(key)
-    return key if isinstance(key, jax.Array) else jax.random.key(int(key or 0))
+    return random_key(key)
 
 
 def check_shapes(expected: tuple[TableArrays, TableArrays], arrays: Any, *state: Any) -> None:

@@ -17,7 +17,7 @@ from jax import lax
 from diffshard.tables.arrays import TableArrays
 from diffshard.tables.exchanges import Arrays
 from diffshard.tables.layout import Layout, Slot
-from diffshard.tables.programs import LookupPrograms
+from diffshard.tables.programs import DevicePrograms
 from search_spaces.embedding_tables.optimizers import Step
 
 
@@ -32,7 +32,7 @@ class EachHostPrograms:
 
     def __init__(self, layout: Layout, across: tuple[str, ...], inside: tuple[str, ...]):
         self._layout, self._across, self._inside = layout, across, inside
-        self._programs = LookupPrograms(layout, inside)
+        self._programs = DevicePrograms(layout, inside)
         self._names = [layout.tables[t].name for t in sorted({piece.table for piece in layout.pieces})]
 
     def init(self, key_data: jax.Array) -> dict[str, jax.Array]:

@@ -17,8 +17,9 @@ import numpy as np
 from cost.pooled_networks import HEAD
 from diffshard.base import Progress
 from diffshard.solving.csr import numpy_generator
+from diffshard.solving.solve import random_key
 from diffshard.tables.bound import strategy_arrays
-from diffshard.tables.chains import SCHEDULE, Chains, Schedule, scaled
+from diffshard.tables.chains import SCHEDULE, Chains, Closest, Schedule, scaled
 from diffshard.tables.learned_cost import LearnedTableCost, device_sums, piece_added_s
 from search_spaces.embedding_tables.base import EVERY_DEVICE
 from search_spaces.embedding_tables.prices import piece_features
@@ -48,16 +49,9 @@ def anneal(
     """Cools chains once; yields better and better placements that fit the memory, with their seconds."""
     chains = LearnedChains(space, cost, schedule, rng)
     num_sweeps = max(schedule.least_sweeps, -(-schedule.least_draws // len(space.tables)))
-    best = np.inf
-    for sweep in range(num_sweeps):
-        chains.sweep(sweep / num_sweeps, (sweep + 1) / num_sweeps)
-        steps = chains.steps()
-        if sweep >= schedule.replace_after * num_sweeps and sweep % schedule.replace_every == 1:
-            chains.replace_worse_half(steps)
-        first = int(steps.argmin())
-        if steps[first] < best:
-            best = float(steps[first])
-            yield chains.choice_of(first), best * chains.scale_s
+    for choice, scaled_step_s in chains.cooled(num_sweeps, Closest()):
+        if choice is not None:
+            yield choice, scaled_step_s * chains.scale_s
 
 
 class LearnedChains(Chains):
@@ -93,7 +87,7 @@ class LearnedChains(Chains):
         loads[1] -= np.tensordot(self._slopes, self._sizes, 1)
         exchanged_s = self._cost.exchanged_s(self._sizes[0].T, self._sizes[1].T, self._batch_size)
         steps = loads.max(1).sum(0) + sum(exchanged_s) / self.scale_s
-        return np.where(self.excess() > 0, np.inf, steps)
+        return np.where(self._excess() > 0, np.inf, steps)
 
     def _copy(self, better: np.ndarray, worse: np.ndarray) -> None:
         super()._copy(better, worse)
@@ -170,8 +164,7 @@ def solve(
       key: a JAX random key or a seed; None is seed 0.
       progress: called at each improvement, with a bound of 0.
     """
-    key = key if isinstance(key, jax.Array) else jax.random.key(int(key or 0))
-    start_s, rng = time.perf_counter(), numpy_generator(key)
+    start_s, rng = time.perf_counter(), numpy_generator(random_key(key))
     choice, best_s = None, np.inf
     while choice is None or time_limit_s is not None:
         for found, step_s in anneal(space, cost, rng):

@@ -43,9 +43,12 @@ from search_spaces.embedding_tables.optimizers import Step
 Fetched = dict[str, jax.Array]
 """Rows from memory of the host by group, `[B, P of all pieces in the group, W]`."""
 
+Rows = tuple[jax.Array, jax.Array]
+"""Where rows are in an array, `[n]`, each once or nowhere, and what they become or how much they change, `[n, ...]`."""
 
-class LookupPrograms:
-    """The programs of each device that make and look up tables, for `shard_map`.
+
+class DevicePrograms:
+    """The programs of each device that make, look up and update tables, for `shard_map`.
 
     Args:
       axes: names of the mesh's axes; the devices are numbered row-major.
@@ -65,20 +68,17 @@ class LookupPrograms:
             limit = table.rows**-0.5
             return jax.random.uniform(own, (piece.rows, piece.columns), table.dtype, -limit, limit)
 
-        def on(device: int) -> Callable[[], dict[str, jax.Array]]:
-            def run() -> dict[str, jax.Array]:
-                shards = {}
-                for dtype, num_rows in layout.unit_rows.items():
-                    unit = layout.unit_columns[dtype]
-                    own = [p for p, *_ in self._device_slots(device) if layout.tables[p.table].dtype == dtype]
-                    parts = [uniform(piece).reshape(-1, unit) for piece in own]
-                    missing = num_rows - sum(len(part) for part in parts)
-                    shards[dtype] = jnp.concatenate([*parts, jnp.zeros((missing, unit), dtype)])[None]
-                return shards
+        def shards_on(device: int) -> dict[str, jax.Array]:
+            shards = {}
+            for dtype, num_rows in layout.unit_rows.items():
+                unit = layout.unit_columns[dtype]
+                own = [p for p, *_ in self._device_slots(device) if layout.tables[p.table].dtype == dtype]
+                parts = [uniform(piece).reshape(-1, unit) for piece in own]
+                missing = num_rows - sum(len(part) for part in parts)
+                shards[dtype] = jnp.concatenate([*parts, jnp.zeros((missing, unit), dtype)])[None]
+            return shards
 
-            return run
-
-        shards = self._switch([on(device) for device in range(layout.num_devices)])
+        shards = self._switch(lambda device: functools.partial(shards_on, device))
         return shards, {layout.tables[t].name: uniform(piece) for t, piece in layout.copies.items()}
 
     def lookup(self, tables: TableArrays, ids: Arrays, weights: Arrays) -> dict[str, jax.Array]:
@@ -87,8 +87,7 @@ class LookupPrograms:
         weights = self._pooling_weights(ids, weights)
         to_tables = self._exchanges.to_tables(ids, weights)
         fetched = self._fetched(tables, ids, to_tables)
-        branches = [self._lookup_on(device, ids) for device in range(layout.num_devices)]
-        sent = self._switch(branches, tables.shards, fetched, *to_tables)
+        sent = self._switch(lambda device: self._lookup_on(device, ids), tables.shards, fetched, *to_tables)
         received = self._exchanges.to_examples(sent)
         rows = {}
         for index, table in enumerate(layout.tables):
@@ -104,7 +103,9 @@ class LookupPrograms:
             for table in self._layout.tables
         }
 
-    def _switch(self, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+    def _switch(self, branch_of: Callable[[int], Callable[..., Any]], *operands: Any) -> Any:
+        """Runs each device's own branch."""
+        branches = [branch_of(device) for device in range(self._layout.num_devices)]
         return lax.switch(lax.axis_index(self._axes), branches, *operands)
 
     def _device_slots(self, device: int) -> list[Slot]:
@@ -131,8 +132,7 @@ class LookupPrograms:
         layout, fetched = self._layout, {}
         for group, num_rows in layout.host_rows.items():
             most = self._most_ids(group, HOST, widths)
-            branches = [self._host_ids_on(d, group, widths, most) for d in range(layout.num_devices)]
-            ids = self._switch(branches, *to_tables)
+            ids = self._switch(lambda d, g=group, most=most: self._host_ids_on(d, g, widths, most), *to_tables)
             host = lax.reshape(tables.hosts[group.name], (num_rows, group.columns))
             fetched[group.name] = fetched_rows(host, ids.ravel()).reshape(*ids.shape, group.columns)
         return fetched
@@ -182,20 +182,6 @@ class LookupPrograms:
 
         return run
 
-
-def from_piece(piece: Piece, ids: jax.Array) -> jax.Array:
-    """Returns ids counted from a piece's first row; other rows' become -1."""
-    is_here = (ids >= piece.row_start) & (ids < piece.row_end)
-    return jnp.where(is_here, ids - piece.row_start, NO_ID)
-
-
-Rows = tuple[jax.Array, jax.Array]
-"""Where rows are in an array, `[n]`, each once or nowhere, and what they become or how much they change, `[n, ...]`."""
-
-
-class DevicePrograms(LookupPrograms):
-    """All that each device runs, for `shard_map`; arguments are those of `LookupPrograms`."""
-
     def update(
         self, tables: TableArrays, state: TableArrays, ids: Arrays, weights: Arrays, gradients: Arrays,
         step: Step,
@@ -205,15 +191,11 @@ class DevicePrograms(LookupPrograms):
         weights = self._pooling_weights(ids, weights)
         to_tables = self._exchanges.to_tables(ids, weights)
         received = self._exchanges.gradients_to_tables(gradients)
-        devices = range(layout.num_devices)
         squares = jnp.zeros(0, jnp.float32)
         if layout.split_by_columns:
-            own = self._switch([self._squares_on(d, ids) for d in devices], *to_tables, received)
-            squares = lax.psum(own, self._axes)
-        branches = [self._update_on(d, ids) for d in devices]
-        changes, states, host_changes = self._switch(
-            branches, state.shards["state"], *to_tables, received, squares, step
-        )
+            squares = lax.psum(self._switch(lambda d: self._squares_on(d, ids), *to_tables, received), self._axes)
+        operands = state.shards["state"], *to_tables, received, squares, step
+        changes, states, host_changes = self._switch(lambda d: self._update_on(d, ids), *operands)
         shards, hosts = dict(tables.shards), {}
         for group in layout.device_groups:
             shards[group.dtype] = changed_rows(shards[group.dtype][0], *changes[group.name])[None]
@@ -295,29 +277,30 @@ class DevicePrograms(LookupPrograms):
                 else:
                     first = jnp.where(is_row, self._first_rows(slot, rows), layout.unit_rows[table.dtype])
                     on_device[group].append((first, changes))
-            num_examples = ids.shape[0]
-            sizes = {
-                memory: {g: num_examples * self._most_ids(g, memory, widths) for g in groups}
-                for memory, groups in ((DEVICE, on_device), (HOST, on_host))
-            }
-            num_states = {
-                columns: num_examples
-                * max(
-                    sum(self._num_ids(s, widths) for s in slots if layout.state_columns_of(s.piece) == columns)
-                    for slots in layout.slots
-                )
-                for columns in states
-            }
+
+            def joined(rows: list[Rows], most_ids: int, nowhere: int, columns: int) -> Rows:
+                return _joined(rows, ids.shape[0] * most_ids, nowhere, columns)
+
             return (
                 {
-                    g.name: _joined(own, sizes[DEVICE][g], layout.unit_rows[g.dtype], g.columns)
+                    g.name: joined(own, self._most_ids(g, DEVICE, widths), layout.unit_rows[g.dtype], g.columns)
                     for g, own in on_device.items()
                 },
-                {c: _joined(own, num_states[c], layout.state_rows, c) for c, own in states.items()},
-                {g.name: _joined(own, sizes[HOST][g], layout.host_rows[g], g.columns) for g, own in on_host.items()},
+                {c: joined(own, self._most_states(c, widths), layout.state_rows, c) for c, own in states.items()},
+                {
+                    g.name: joined(own, self._most_ids(g, HOST, widths), layout.host_rows[g], g.columns)
+                    for g, own in on_host.items()
+                },
             )
 
         return run
+
+    def _most_states(self, columns: int, widths: Arrays) -> int:
+        """Returns how many ids an example has on the busiest device for rows with so many numbers of state."""
+        return max(
+            sum(self._num_ids(s, widths) for s in slots if self._layout.state_columns_of(s.piece) == columns)
+            for slots in self._layout.slots
+        )
 
     def _squares_of(self, squares: jax.Array, piece: Piece, widths: Arrays, batch_size: int) -> jax.Array:
         start = 0
@@ -329,10 +312,16 @@ class DevicePrograms(LookupPrograms):
         raise AssertionError(f"{piece} is not split by columns")
 
 
-def _joined(parts: Sequence[Rows], size: int, nowhere: int, *columns: int) -> Rows:
+def from_piece(piece: Piece, ids: jax.Array) -> jax.Array:
+    """Returns ids counted from a piece's first row; other rows' become -1."""
+    is_here = (ids >= piece.row_start) & (ids < piece.row_end)
+    return jnp.where(is_here, ids - piece.row_start, NO_ID)
+
+
+def _joined(parts: Sequence[Rows], size: int, nowhere: int, columns: int) -> Rows:
     """Joins rows of pieces, filled up to `size` rows that are nowhere."""
     missing = size - sum(len(at) for at, _ in parts)
-    filler = jnp.full(missing, nowhere, jnp.int32), jnp.zeros((missing, *columns), jnp.float32)
+    filler = jnp.full(missing, nowhere, jnp.int32), jnp.zeros((missing, columns), jnp.float32)
     at, values = zip(*parts, filler, strict=True)
     return jnp.concatenate(at), jnp.concatenate(values)
 

@@ -17,10 +17,9 @@ M memories of a device.
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
-import numpy as np
 
 from cost.base import Problem, num_strategies
 from cost.real_numbers import is_positive
@@ -31,8 +30,8 @@ from diffshard.solving.phases.improving import Balancing
 from diffshard.solving.phases.starts import Clock
 from diffshard.solving.solve import solve
 from diffshard.solving.solvers import gradient
-from diffshard.tables.bound import StrategyArrays, enumerated, lower_bound_s, strategy_arrays
-from diffshard.tables.chains import SCHEDULE, Schedule, SummedChains, scaled
+from diffshard.tables.bound import enumerated, lower_bound_s, strategy_arrays
+from diffshard.tables.chains import SCHEDULE, Closest, Schedule, SummedChains, scaled
 from search_spaces.embedding_tables.space import EmbeddingTableSpace
 
 _MOST_MEMORY_PRICE = 1000.0
@@ -60,16 +59,20 @@ def anneal(
     if math.isinf(bound_s):
         return
     best_s, closest = math.inf, Closest()
-    num_sweeps = schedule.sweeps_of(len(arrays.sizes), int(arrays.sizes.sum()))
+    scale_s = bound_s or float(arrays.forward_s.sum(1).max()) or 1.0
+    total = int(arrays.sizes.sum())
+    num_sweeps = schedule.sweeps_of(len(arrays.sizes), total)
     num_sweeps = num_sweeps if time_limit_s is None else max(num_sweeps // 4, 2)  # a first placement should come early
     while bound_s < best_s * (1 - OPTIMAL_GAP):
         limits = [schedule.alone_limits]
-        if schedule.chains_of(int(arrays.sizes.sum())) <= schedule.least_chains and limits[0] == SCHEDULE.alone_limits:
+        num_chains = schedule.chains_of(total)
+        if num_chains <= schedule.least_chains and limits[0] == SCHEDULE.alone_limits:
             limits.append(_CLOSE_LIMITS)
         for alone_limits in limits:
             own = replace(schedule, alone_limits=alone_limits)
-            for choice, step_s in _anneal(space, arrays, bound_s, num_sweeps, own, rng, closest):
-                best_s = min(best_s, step_s)
+            chains = SummedChains(scaled(arrays, scale_s), space.arrays, num_chains, own, rng)
+            for choice, scaled_step_s in chains.cooled(num_sweeps, closest):
+                best_s = min(best_s, scaled_step_s * scale_s)
                 yield Proposal(choice)
         if math.isinf(best_s):
             if schedule.memory_prices[1] > _MOST_MEMORY_PRICE:
@@ -82,19 +85,6 @@ def anneal(
         if time_limit_s is None or clock.elapsed_share() >= 1:
             return
         num_sweeps *= 2
-
-
-@dataclass
-class Closest:
-    """The placement that exceeds the memory least, mutable; there is none once one fits.
-
-    Attributes:
-      choice: strategies, `[T]`.
-      excess: relative to a memory's size.
-    """
-
-    choice: np.ndarray | None = None
-    excess: float = math.inf
 
 
 def _balanced(
@@ -114,37 +104,6 @@ def _balanced(
         yield Proposal(proposal.choice if is_better else None)  # its bounds are those of the limits of single arrays
     if not fits:
         yield Proposal(closest.choice)
-
-
-def _anneal(
-    space: EmbeddingTableSpace,
-    arrays: StrategyArrays,
-    scale_s: float,
-    num_sweeps: int,
-    schedule: Schedule,
-    rng: np.random.Generator,
-    closest: Closest,
-) -> Iterator[tuple[np.ndarray | None, float]]:
-    """Cools all chains once; yields after each sweep a placement that is the best one so far, or None and inf."""
-    scale_s = scale_s or float(arrays.forward_s.sum(1).max()) or 1.0
-    tables = scaled(arrays, scale_s)
-    chains = SummedChains(tables, space.arrays, schedule.chains_of(int(arrays.sizes.sum())), schedule, rng)
-    best = math.inf
-    for sweep in range(num_sweeps):
-        chains.sweep(sweep / num_sweeps, (sweep + 1) / num_sweeps)
-        steps = chains.steps()
-        first = int(steps.argmin())
-        if math.isinf(steps[first]):
-            excess = chains.excess()
-            if excess.min() < closest.excess:
-                closest.choice, closest.excess = chains.choice_of(int(excess.argmin())), float(excess.min())
-        if sweep >= schedule.replace_after * num_sweeps and sweep % schedule.replace_every == 1:
-            chains.replace_worse_half(steps)
-        if steps[first] < best:
-            best = float(steps[first])
-            yield chains.choice_of(first), best * scale_s
-        else:
-            yield None, math.inf
 
 
 def solve_space(

@@ -60,10 +60,7 @@ class DeviceArrays(NamedTuple):
 
     def padded(self, needed: np.ndarray) -> np.ndarray:
         """Returns the bytes of each memory, `[M, ..]`, where arrays need `[A, D, ..]`."""
-        longest = needed.max(1)
-        if len(self.limit_bytes) == 1:
-            return longest.sum(0, keepdims=True)
-        return np.stack([longest[self.memory == m].sum(0) for m in range(len(self.limit_bytes))])
+        return self._in_memories(needed.max(1), self.memory)
 
     def excess(self, choice: Sequence[int]) -> float:
         """Returns by how many bytes a choice `[T]` exceeds the limit of a memory at most; 0 where it fits."""
@@ -76,8 +73,18 @@ class DeviceArrays(NamedTuple):
 
     def padded_most(self, table: TableBytes) -> np.ndarray:
         """Returns bytes of each memory, `[M]`, that a table adds at most."""
-        longest, memory = table.num_bytes.max((1, 2)), self.memory[table.arrays]
-        return np.array([longest[memory == m].sum() for m in range(len(self.limit_bytes))])
+        return self._in_memories(table.num_bytes.max((1, 2)), self.memory[table.arrays])
+
+    def fits_alone(self, table: TableBytes) -> np.ndarray:
+        """Returns whether the memories hold each strategy of a table alone, `[S_t]`."""
+        padded = self._in_memories(table.num_bytes.max(1), self.memory[table.arrays])
+        return np.all(padded <= self.limit_bytes[:, None], axis=0)
+
+    def _in_memories(self, longest: np.ndarray, memory: np.ndarray) -> np.ndarray:
+        """Adds up the arrays of each memory: bytes `[M, ..]` from `[O, ..]` and the memory of each, `[O]`."""
+        if len(self.limit_bytes) == 1:
+            return longest.sum(0, keepdims=True)
+        return np.stack([longest[memory == m].sum(0) for m in range(len(self.limit_bytes))])
 
     def limits_as(self, choice: Sequence[int]) -> np.ndarray:
         """Returns a limit for each array, `[A]`, that together are those of the memories, in the shares of a choice."""

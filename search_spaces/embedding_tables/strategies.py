@@ -25,7 +25,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import numpy as np
 
@@ -68,7 +68,7 @@ class StrategyKind(NamedTuple):
     groups: np.ndarray
 
 
-class TableStrategies(Sequence[TableStrategy]):
+class TableStrategies:
     """The strategies of all kinds of a table, one kind after the other; each is made when it is asked for.
 
     Args:
@@ -82,15 +82,10 @@ class TableStrategies(Sequence[TableStrategy]):
     def __len__(self) -> int:
         return self._ends[-1]
 
-    @overload
-    def __getitem__(self, index: int) -> TableStrategy: ...
+    def __iter__(self) -> Iterator[TableStrategy]:
+        return map(self.__getitem__, range(len(self)))
 
-    @overload
-    def __getitem__(self, index: slice) -> list[TableStrategy]: ...
-
-    def __getitem__(self, index: int | slice) -> TableStrategy | list[TableStrategy]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> TableStrategy:
         index = range(len(self))[index]
         at = int(np.searchsorted(self._ends, index, side="right"))
         kind = self.kinds[at]
