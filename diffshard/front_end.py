@@ -24,7 +24,6 @@ from diffshard.plans.base import Executor
 from diffshard.plans.store import checked_folder
 from diffshard.processes import errors_for_all
 from diffshard.sharding_search.advising import find_with_advice
-from diffshard.sharding_search.format_rounds import find_plan_with_formats
 from diffshard.sharding_search.logical_axes import checked_rules
 from diffshard.sharding_search.mesh_candidates import Devices, LevelNames, mesh_candidates, mesh_of_all
 from diffshard.sharding_search.number_formats import Formats
@@ -39,8 +38,6 @@ from diffshard.sharding_search.options import (
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.plan_store import plan_of_first_process, plan_or_search, plan_store
 from diffshard.sharding_search.planned_function import PlannedFunction
-from diffshard.sharding_search.planning import find_plan
-from diffshard.sharding_search.remat import find_plan_with_remat
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.shape_search import plan_of_best_shape
 from diffshard.sharding_search.step_objective import StepCost
@@ -245,11 +242,8 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
         priced_for = hardware_for(hardware, mesh)
         names = tuple(mesh.axis_names) if candidates is None else LevelNames.names
         rules = None if logical_axis_rules is None else checked_rules(logical_axis_rules, names)
-        find = find_plan if remat is None else find_plan_with_remat
         judge, judged_by = _judge(compiler, check, target, [priced_for], get_args(Executor))
-        if formats is not None:
-            find = find_plan_with_formats
-        find = functools.partial(find_with_advice, functools.partial(plan_of_best_shape, find, judge))
+        find = functools.partial(find_with_advice, functools.partial(plan_of_best_shape, judge))
         if cache is not None:
             find = functools.partial(plan_or_search, plan_store(checked_folder(cache)), find)
         asked_for = options_of(

@@ -29,8 +29,8 @@ from diffshard.sharding_search.executors import default_executor, flat_function,
 from diffshard.sharding_search.options import Options, with_automatic_axes
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import find_plan, memory_advice
-from diffshard.sharding_search.remat import find_plan_with_remat
 from diffshard.sharding_search.request import PlanRequest
+from diffshard.sharding_search.shape_search import find_on_mesh
 from diffshard.sharding_search.tracing import TracedFunction, space_of, trace_call
 from search_spaces.replay import function_source
 from search_spaces.sharding.space import ShardingSpace
@@ -59,7 +59,7 @@ def checks_of(check: Check | Sequence[Check] | None) -> tuple[Literal["shardy", 
 
 def plan_by_shardy(request: PlanRequest) -> Plan:
     """Returns the found plan, with a note where Shardy's partitioner would send other bytes than the plan has."""
-    plan = _find(request)
+    plan = find_on_mesh(request)
     request = request.with_recomputed(plan)
     axes = dict(plan.mesh_axes)
     mesh = with_automatic_axes(request.options.mesh).abstract_mesh
@@ -99,7 +99,7 @@ def plan_by_compiling(
     for number in range(MAX_ROUNDS):
         own_options = replace(options, executor="constraints", memory_limit_bytes=limit_bytes)
         try:
-            found = _find(request._replace(options=own_options))
+            found = find_on_mesh(request._replace(options=own_options))
         except InfeasibleError:
             if number == 0:
                 raise
@@ -119,10 +119,6 @@ def plan_by_compiling(
         if limit_bytes <= 0:
             break
     return compiled_plans.best(start_s)
-
-
-def _find(request: PlanRequest) -> Plan:
-    return find_plan(request) if request.options.remat is None else find_plan_with_remat(request)
 
 
 @dataclass

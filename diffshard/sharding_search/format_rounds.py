@@ -40,7 +40,7 @@ from diffshard.sharding_search.number_formats import (
     offered_groups,
 )
 from diffshard.sharding_search.plan import Plan
-from diffshard.sharding_search.plan_store import is_made_for
+from diffshard.sharding_search.plan_store import earlier_plan_of
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.tracing import space_of, traced_measured_function
 from search_spaces.sharding.base import FormatKey
@@ -93,9 +93,9 @@ def find_plan_with_formats(request: PlanRequest) -> Plan:
             f"{request.options.function_name} replaces an argument. Return the new state as one part of the result."
         )
     groups = offered_groups(space, formats)
-    earlier = request.options.start
-    if isinstance(earlier, Plan) and is_made_for(earlier, request) and _is_for(earlier, groups, formats):
-        return request.complete(earlier)
+    earlier = earlier_plan_of(request)
+    if earlier is not None and _is_for(earlier, groups, formats):
+        return earlier
     losses = measured_losses(request) if formats.calls or formats.validation_runs else None
     if formats.increases is not None:
         names = {group.name for group in all_groups(space, formats)}

@@ -53,8 +53,7 @@ def plan_or_search(store: Store, find: Callable[[PlanRequest], Plan], request: P
     if plan is not None:
         return plan
     plan = find(request)
-    start = request.options.start
-    if plan.status in _KEPT and (start is None or not is_made_for(start, request)):
+    if plan.status in _KEPT and earlier_plan_of(request) is None:
         store.keep(key, without_places(to_json(plan)))
     return plan
 
@@ -159,7 +158,13 @@ def start_of(plan: PlanData, space: ShardingSpace) -> Start | None:
     return Start(np.array(choice, np.int64), is_exact)
 
 
-def is_made_for(plan: PlanData, request: PlanRequest) -> bool:
+def earlier_plan_of(request: PlanRequest) -> Plan | None:
+    """Returns the plan that the options of a request begin with, if it was made for the same; None where it was not."""
+    start = request.options.start
+    return request.complete(start) if isinstance(start, Plan) and _is_made_for(start, request) else None
+
+
+def _is_made_for(plan: Plan, request: PlanRequest) -> bool:
     """Returns whether an earlier plan was made for this traced function, its mesh axes and the options of its search.
 
     Names and shapes of operations do not tell functions apart: the length of a loop, for one, is in neither. So the
@@ -174,8 +179,7 @@ def is_made_for(plan: PlanData, request: PlanRequest) -> bool:
     types = [(tensor.shape, tensor.dtype, tensor.given) for tensor in plan.arguments]
     given = request.space.given
     return (
-        isinstance(plan, Plan)
-        and tuple(plan.mesh_axes.items()) == tuple(zip(options.axis_names, options.axis_sizes, strict=True))
+        tuple(plan.mesh_axes.items()) == tuple(zip(options.axis_names, options.axis_sizes, strict=True))
         and before == (*now, options.static_argnames)
         and plan.donate_argnames == options.donate_argnames
         and plan.logical_axis_rules == options.logical_axis_rules

@@ -25,7 +25,7 @@ from diffshard.sharding_search.fingerprints import function_digest
 from diffshard.sharding_search.layout import signature_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.plan import Plan
-from diffshard.sharding_search.plan_store import is_made_for, start_of
+from diffshard.sharding_search.plan_store import earlier_plan_of, start_of
 from diffshard.sharding_search.predicted_timeline import memory_profile_of, predicted_timeline
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.step_objective import (
@@ -63,13 +63,10 @@ def find_plan(request: PlanRequest) -> Plan:
       InfeasibleError: no plan fits the memory limit.
       CutOffError: no plan is shorter than the limit of the request.
     """
-    earlier_plan, start = request.options.start, None
-    if earlier_plan is not None:
-        start = start_of(earlier_plan, request.space)
-        is_wanted = request.options.objective is None
-        if start is not None and start.is_exact and is_wanted and is_made_for(earlier_plan, request):
-            assert isinstance(earlier_plan, Plan)
-            return request.complete(earlier_plan)
+    options = request.options
+    start = None if options.start is None else start_of(options.start, request.space)
+    if start is not None and start.is_exact and options.objective is None and (plan := earlier_plan_of(request)):
+        return plan
     choice = None if start is None else start.choice
 
     progress = request.progress
@@ -78,7 +75,7 @@ def find_plan(request: PlanRequest) -> Plan:
         if choice is None:  # a start that keeps the memory lets the solver look for a bound first
             choice = lightest_choice(request.space.problem)
     _ = request.space.problem  # built before the solver's time begins: on five axes that alone can take a minute
-    solution = fastest_choice(request._replace(progress=progress), request.options.deadline(), choice)
+    solution = fastest_choice(request._replace(progress=progress), options.deadline(), choice)
     return make_plan(request, solution)
 
 

@@ -30,7 +30,7 @@ from diffshard.plans.sections import How, Rematerialisation, Residual
 from diffshard.plans.summary import modules_of
 from diffshard.sharding_search.fingerprints import function_digest
 from diffshard.sharding_search.plan import Plan
-from diffshard.sharding_search.plan_store import is_made_for
+from diffshard.sharding_search.plan_store import earlier_plan_of
 from diffshard.sharding_search.planning import (
     LAST_PROBLEM_SHARE,
     fastest_choice,
@@ -64,10 +64,7 @@ def find_plan_with_remat(request: PlanRequest) -> Plan:
       InfeasibleError: no choice fits the memory limit; says how much memory would do.
       CutOffError: no plan is shorter than the limit of the request.
     """
-    earlier_plan = request.options.start
-    if isinstance(earlier_plan, Plan) and is_made_for(earlier_plan, request):
-        return request.complete(earlier_plan)
-    return _Search(request).run()
+    return earlier_plan_of(request) or _Search(request).run()
 
 
 def _bounding(problem: Problem, *, time_limit_s: float | None, key: jax.Array) -> Iterator[Proposal]:

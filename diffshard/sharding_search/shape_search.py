@@ -15,9 +15,12 @@ from cost.base import Hardware
 from diffshard.base import Deadline, InfeasibleError, Progress
 from diffshard.outer_search import Candidate, Outcome, OuterSearch
 from diffshard.plans.base import PlannedObjective, TriedShape
+from diffshard.sharding_search.format_rounds import find_plan_with_formats
 from diffshard.sharding_search.mesh_candidates import MeshCandidate
 from diffshard.sharding_search.plan import Plan
-from diffshard.sharding_search.plan_store import is_made_for
+from diffshard.sharding_search.plan_store import earlier_plan_of
+from diffshard.sharding_search.planning import find_plan
+from diffshard.sharding_search.remat import find_plan_with_remat
 from diffshard.sharding_search.request import PlanRequest
 from search_spaces.sharding.graph import Graph
 from search_spaces.sharding.space import ShardingSpace
@@ -25,25 +28,29 @@ from search_spaces.sharding.space import ShardingSpace
 CUT_OFF_GAIN = 1e-4
 """A shape is searched on only while it may be faster by this share: as much as equal layers may cost (`TIE_GAP`)."""
 
-Find = Callable[[PlanRequest], Plan]
+
+def find_on_mesh(request: PlanRequest) -> Plan:
+    """Returns the plan for the mesh of a request, with what its options leave to the search beside the shardings."""
+    if request.options.formats is not None:
+        return find_plan_with_formats(request)
+    return find_plan(request) if request.options.remat is None else find_plan_with_remat(request)
 
 
-def plan_of_best_shape(find: Find, judge: Find | None, request: PlanRequest) -> Plan:
+def plan_of_best_shape(judge: Callable[[PlanRequest], Plan] | None, request: PlanRequest) -> Plan:
     """Returns the plan of the best shape of the mesh; where the mesh is given, just the plan for it.
 
     An earlier plan that the options have is returned if it was made for the same function on one of the shapes.
 
     Args:
-      find: finds the plan of a shape; shapes are compared by it.
       judge: makes the plan of the best shape, whose search starts with what was found; None keeps what was found.
     """
     options = request.options
+    find_and_judge = judge or find_on_mesh
     if not options.candidates:
-        return (judge or find)(request)
-    start = options.start
-    if isinstance(start, Plan) and is_made_for(start, request):
-        return (judge or find)(request.on(options.candidate_with(start.mesh_axes)))
-    shapes = _searched(find, request)
+        return find_and_judge(request)
+    if earlier := earlier_plan_of(request):
+        return find_and_judge(request.on(options.candidate_with(earlier.mesh_axes)))
+    shapes = _searched(request)
     if shapes.best is None:
         first, count = shapes.errors[0], len(shapes.tried)
         where = f"any of {count} shapes of the mesh. The first one" if count > 1 else "the only shape of the mesh"
@@ -70,7 +77,7 @@ def least_step_s(graph: Graph, donated: Sequence[bool], hardware: Hardware, num_
     return float(space.predict(whole).compute_s.sum()) / num_devices
 
 
-def _searched(find: Find, request: PlanRequest) -> OuterSearch[Plan]:
+def _searched(request: PlanRequest) -> OuterSearch[Plan]:
     """Searches all shapes, of which each has an equal part of the remaining time.
 
     An objective of the user's is the cost itself. No shape is cut off then: a bound on seconds is none on it.
@@ -90,11 +97,11 @@ def _searched(find: Find, request: PlanRequest) -> OuterSearch[Plan]:
             alone = replace(on_shape.options, candidates=(), time_limit_s=deadline.remaining_s())
             is_last = len(shapes.tried) == len(options.candidates) - 1
             if options.objective is not None:
-                plan = find(on_shape._replace(options=alone, progress=None))
+                plan = find_on_mesh(on_shape._replace(options=alone, progress=None))
                 assert plan.objective is not None
                 return Outcome(plan, plan.objective.value, plan.objective.lower_bound, plan.status)
             progress = _progress(shapes, request.progress, least_s, is_last=is_last)
-            plan = find(on_shape._replace(options=alone, step_limit_s=cut_off_s, progress=progress))
+            plan = find_on_mesh(on_shape._replace(options=alone, step_limit_s=cut_off_s, progress=progress))
             return Outcome(plan, plan.step_s, plan.lower_bound_s, plan.status)
 
         return Candidate(shape.axes, least_s, solve)
@@ -105,23 +112,16 @@ def _searched(find: Find, request: PlanRequest) -> OuterSearch[Plan]:
 
 def _with_all_shapes(plan: Plan, shapes: OuterSearch[Plan]) -> Plan:
     """Returns a plan with all shapes, and with the bound of all."""
-    if plan.objective is not None:
-        return _with_all_values(plan, plan.objective, shapes)
-    bound_s = min(plan.step_s, shapes.lower_bound)
-    tried = [TriedShape(t.name, t.cost, t.lower_bound, t.search_s, t.status) for t in shapes.tried]
-    tried.sort(key=lambda s: (s.step_s is None, s.step_s or 0.0, s.lower_bound_s))
-    return replace(plan, lower_bound_s=bound_s, shapes=tuple(tried))
-
-
-def _with_all_values(plan: Plan, objective: PlannedObjective, shapes: OuterSearch[Plan]) -> Plan:
-    """Returns a plan for an objective with all shapes, and with the bound of all on it."""
-    tried = []
-    for one in shapes.tried:
-        value = None if one.cost is None else PlannedObjective(objective.name, one.cost, min(one.lower_bound, one.cost))
-        tried.append(TriedShape(one.name, None, 0.0, one.search_s, one.status, value))
-    tried.sort(key=lambda s: math.inf if s.objective is None else s.objective.value)
-    objective = replace(objective, lower_bound=min(objective.value, shapes.lower_bound))
-    return replace(plan, objective=objective, shapes=tuple(tried))
+    tried = sorted(shapes.tried, key=lambda t: (t.cost is None, t.cost or 0.0, t.lower_bound))
+    if plan.objective is None:
+        by_s = [TriedShape(t.name, t.cost, t.lower_bound, t.search_s, t.status) for t in tried]
+        return replace(plan, lower_bound_s=min(plan.step_s, shapes.lower_bound), shapes=tuple(by_s))
+    objective = replace(plan.objective, lower_bound=min(plan.objective.value, shapes.lower_bound))
+    by_value = []
+    for t in tried:
+        value = None if t.cost is None else PlannedObjective(objective.name, t.cost, min(t.lower_bound, t.cost))
+        by_value.append(TriedShape(t.name, None, 0.0, t.search_s, t.status, value))
+    return replace(plan, objective=objective, shapes=tuple(by_value))
 
 
 def _progress(shapes: OuterSearch[Plan], tell: Progress | None, least_s: float, *, is_last: bool) -> Progress | None:
