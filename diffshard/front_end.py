@@ -21,7 +21,7 @@ from diffshard.pipelines.options import checked_cluster, pipeline_options, with_
 from diffshard.pipelines.pipelined_function import PipelinedFunction
 from diffshard.pipelines.plan import PipelinePlan
 from diffshard.plans.base import Executor
-from diffshard.plans.store import checked_folder
+from diffshard.plans.documents import checked_folder
 from diffshard.processes import errors_for_all
 from diffshard.sharding_search.advising import find_with_advice
 from diffshard.sharding_search.logical_axes import checked_rules

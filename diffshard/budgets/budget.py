@@ -19,8 +19,8 @@ from diffshard.processes import errors_for_all, processes_of
 from diffshard.sharding_search.fingerprints import facts_of, run_facts
 from diffshard.sharding_search.options import Remat, options_of
 from diffshard.sharding_search.planning import LAST_PROBLEM_SHARE
+from diffshard.sharding_search.predictions import warn_of_whole_work
 from diffshard.sharding_search.request import PlanRequest
-from diffshard.sharding_search.whole_work import warn_of_whole_work
 from diffshard.solving.objectives.minimise import minimise
 from diffshard.solving.solve import SolverOptions, solve, solver_options
 

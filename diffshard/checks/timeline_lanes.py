@@ -13,7 +13,7 @@ from os import PathLike
 
 from diffshard.checks.timeline import COMPUTE, Span, Timeline, unroll
 from diffshard.files import write_whole
-from diffshard.plans.layer_flows import pass_of_scope
+from diffshard.plans.layers import pass_of_scope
 from diffshard.plans.timeline import Lane, LaneBar
 
 RESOLUTION = 1 / 1000

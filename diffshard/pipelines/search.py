@@ -43,8 +43,8 @@ from diffshard.pipelines.replicated_pipeline import (
 )
 from diffshard.pipelines.stage_search import FoundDivision
 from diffshard.pipelines.step_search import StepSearch, search_in
+from diffshard.plans.documents import Store
 from diffshard.plans.printing import format_s
-from diffshard.plans.store import Store
 from diffshard.processes import Processes
 from diffshard.sharding_search.fingerprints import digest_of
 

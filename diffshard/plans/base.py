@@ -17,9 +17,16 @@ from cost.base import Hardware
 from cost.real_numbers import Amount, AnyNumber, Count, FiniteNumber, Index, Limit, LowerBound
 from diffshard.host_memory import HOST_MEMORY
 from diffshard.plans.comparison import Comparison
-from diffshard.plans.number_formats import DelayedScale, PlannedFormats
 from diffshard.plans.plan_record import Certified, History
-from diffshard.plans.sections import Advice, MemoryProfile, PredictedComputing, Rematerialisation, WholeWork
+from diffshard.plans.sections import (
+    Advice,
+    DelayedScale,
+    MemoryProfile,
+    PlannedFormats,
+    PredictedComputing,
+    Rematerialisation,
+    WholeWork,
+)
 from diffshard.plans.timeline import PredictedTimeline
 from search_spaces.partition_specs import NamedSpec, partition_spec
 

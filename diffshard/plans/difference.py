@@ -22,7 +22,6 @@ from diffshard.plans.difference_data import (
     align_operations,
 )
 from diffshard.plans.layers import layers_of_operations
-from diffshard.plans.name_patterns import group_names, readable_path
 from diffshard.plans.page_elements import document, escape, framed, table
 from diffshard.plans.printing import (
     format_array,
@@ -31,7 +30,9 @@ from diffshard.plans.printing import (
     format_s,
     format_spec,
     format_table,
+    group_names,
     is_shown,
+    readable_path,
     short_name,
     wrapped,
 )

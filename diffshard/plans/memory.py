@@ -4,8 +4,7 @@ import math
 from typing import NamedTuple
 
 from diffshard.plans.base import PlanData
-from diffshard.plans.layer_flows import LayerPass, direction_of, layer_passes, operations_before
-from diffshard.plans.name_patterns import group_names
+from diffshard.plans.layers import LayerPass, direction_of, layer_passes, operations_before
 from diffshard.plans.page_elements import (
     COLOURS,
     COMPUTE,
@@ -18,7 +17,7 @@ from diffshard.plans.page_elements import (
     strip,
     table,
 )
-from diffshard.plans.printing import format_bytes, format_count, is_shown
+from diffshard.plans.printing import format_bytes, format_count, group_names, is_shown
 from diffshard.plans.sections import HeldTensor
 from diffshard.plans.summary import operation_name, result_type, type_bytes
 

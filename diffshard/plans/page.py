@@ -5,8 +5,16 @@ from collections.abc import Sequence
 
 from diffshard.plans.base import PlanData
 from diffshard.plans.comparison import page_elements
-from diffshard.plans.layer_flows import LayerTraffic, flow_elements, flows_below, inside_element, layer_traffic
-from diffshard.plans.layers import Layer, LayerPart, layers
+from diffshard.plans.layers import (
+    Layer,
+    LayerPart,
+    LayerTraffic,
+    flow_elements,
+    flows_below,
+    inside_element,
+    layer_traffic,
+    layers,
+)
 from diffshard.plans.memory import memory_elements
 from diffshard.plans.page_elements import (
     COLOURS,

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from diffshard.plans.base import Operation, PlanData, PlannedObjective, Tensor, TriedShape
-from diffshard.plans.name_patterns import NamePattern, group_names, readable_path
 from diffshard.plans.page_elements import table
 from diffshard.plans.plan_record import has_bound
 from diffshard.plans.printing import (
+    NamePattern,
     format_axes,
     format_bytes,
     format_count,
@@ -17,7 +17,9 @@ from diffshard.plans.printing import (
     format_s,
     format_spec,
     format_table,
+    group_names,
     is_shown,
+    readable_path,
 )
 from search_spaces.partition_specs import NamedSpec
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from functools import partial
 
 from diffshard.plans.base import PlanData
-from diffshard.plans.number_formats import PlannedFormats
 from diffshard.plans.printing import (
     format_array,
     format_axes,
@@ -19,7 +18,7 @@ from diffshard.plans.printing import (
     short_name,
     wrapped,
 )
-from diffshard.plans.sections import Advice, Rematerialisation, computing_parts, whole_lines
+from diffshard.plans.sections import Advice, PlannedFormats, Rematerialisation, computing_parts, whole_lines
 from diffshard.plans.summary import (
     AlikeOperations,
     alike_arguments,

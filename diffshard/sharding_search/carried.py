@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from diffshard.base import PlanError
 from diffshard.plans.base import PlanData, Tensor
-from diffshard.plans.number_formats import DelayedScale
+from diffshard.plans.sections import DelayedScale
 from diffshard.sharding_search.call import Structure
 from diffshard.sharding_search.options import with_automatic_axes
 from diffshard.sharding_search.placing_arrays import parameter_of

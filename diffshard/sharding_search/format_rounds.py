@@ -18,7 +18,7 @@ from jax.extend import core
 from scipy.optimize import nnls
 
 from diffshard.base import OPTIMAL_GAP, Deadline, InfeasibleError
-from diffshard.plans.number_formats import FormatGroup, FormatTrial, PlannedFormats
+from diffshard.plans.sections import FormatGroup, FormatTrial, PlannedFormats
 from diffshard.plans.text import noise_words
 from diffshard.sharding_search.call import array_types
 from diffshard.sharding_search.carried import carrying_parameter

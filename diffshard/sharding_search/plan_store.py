@@ -17,11 +17,10 @@ import numpy as np
 
 from diffshard.base import PlanError
 from diffshard.plans.base import Operation, PlanData
-from diffshard.plans.documents import DAMAGE
+from diffshard.plans.documents import DAMAGE, Store
 from diffshard.plans.file import from_json, to_json, without_places
 from diffshard.plans.json_values import from_json_values
 from diffshard.plans.sections import Rematerialisation
-from diffshard.plans.store import Store
 from diffshard.processes import Processes, processes_of
 from diffshard.sharding_search.fingerprints import digest_of, facts_of, function_digest
 from diffshard.sharding_search.layout import signature_of

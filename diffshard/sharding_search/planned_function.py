@@ -35,9 +35,9 @@ from diffshard.sharding_search.executors import FlatFunction, flat_function
 from diffshard.sharding_search.fingerprints import facts_of, run_facts
 from diffshard.sharding_search.numbers_check import NumbersCheck
 from diffshard.sharding_search.options import Options
+from diffshard.sharding_search.predictions import warn_of_whole_work
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.tracing import TracedFunction, space_of, trace_call
-from diffshard.sharding_search.whole_work import warn_of_whole_work
 from search_spaces.sharding.space import ShardingSpace
 
 PlanT = TypeVar("PlanT", bound=PlanData)

@@ -26,7 +26,7 @@ from diffshard.sharding_search.layout import signature_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.plan_store import earlier_plan_of, start_of
-from diffshard.sharding_search.predicted_timeline import memory_profile_of, predicted_timeline
+from diffshard.sharding_search.predictions import memory_profile_of, predicted_timeline, whole_work_of
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.step_objective import (
     StepCost,
@@ -36,7 +36,6 @@ from diffshard.sharding_search.step_objective import (
     waiting_transfers,
 )
 from diffshard.sharding_search.tracing import TracedFunction
-from diffshard.sharding_search.whole_work import whole_work_of
 from diffshard.solving.objectives.minimise import TANGENT_SHARE
 from diffshard.solving.solve import DEFAULT_SOLVER, solve
 from diffshard.solving.solvers import gradient

@@ -22,7 +22,6 @@ from diffshard.pipelines.plans.text import (
     time_rows,
     tried_rows,
 )
-from diffshard.plans.name_patterns import group_names, readable_path
 from diffshard.plans.page_elements import COMPUTE, Html, axis_fills, bar, cards, document, escape, table
 from diffshard.plans.printing import (
     format_array,
@@ -31,6 +30,8 @@ from diffshard.plans.printing import (
     format_percent,
     format_s,
     format_spec,
+    group_names,
+    readable_path,
     short_name,
 )
 from diffshard.plans.summary import local_bytes

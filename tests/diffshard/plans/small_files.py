@@ -14,8 +14,15 @@ from cost.presets import preset
 from diffshard.budgets.base import PhasePlans
 from diffshard.plans.base import PlannedObjective, PredictedCollective, TriedShape
 from diffshard.plans.comparison import ComparedPlan, Comparison
-from diffshard.plans.number_formats import FormatGroup, FormatTrial, PlannedFormats
-from diffshard.plans.sections import Advice, Rematerialisation, Residual, WholeWork
+from diffshard.plans.sections import (
+    Advice,
+    FormatGroup,
+    FormatTrial,
+    PlannedFormats,
+    Rematerialisation,
+    Residual,
+    WholeWork,
+)
 from diffshard.plans.timeline import Lane, LaneBar
 from diffshard.resharding import Move
 from diffshard.tables.hot_rows import RowOrder

@@ -14,8 +14,15 @@ import diffshard
 from diffshard.base import PlanError
 from diffshard.plans.base import PredictedCollective
 from diffshard.plans.file import from_json, to_json
-from diffshard.plans.layer_flows import LayerFlow, flow_elements, flows_below, inside_element, layer_traffic
-from diffshard.plans.layers import layers, layers_of_operations
+from diffshard.plans.layers import (
+    LayerFlow,
+    flow_elements,
+    flows_below,
+    inside_element,
+    layer_traffic,
+    layers,
+    layers_of_operations,
+)
 from diffshard.plans.page import format_page
 from diffshard.sharding_search.plan import Plan
 from tests.diffshard.plans.page_checker import checked_page

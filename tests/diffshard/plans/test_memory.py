@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import diffshard
-from diffshard.plans.layer_flows import LayerPass, layer_passes
+from diffshard.plans.layers import LayerPass, layer_passes
 from diffshard.plans.memory import MAX_ROWS, held_groups, memory_elements
 from diffshard.plans.page import format_page
 from diffshard.plans.summary import type_bytes

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diffshard.plans.name_patterns import group_names, readable_path
-from diffshard.plans.printing import format_bytes, format_s
+from diffshard.plans.printing import format_bytes, format_s, group_names, readable_path
 
 
 def patterns(names, keys=None):

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from diffshard.plans.layers import layer_name, layers, layers_of_operations
+from diffshard.plans.layers import layer_of_scope, layers, layers_of_operations
 from diffshard.plans.page import format_page
 from diffshard.plans.page_elements import STYLE
 from diffshard.plans.sections import Advice
@@ -165,16 +165,16 @@ def test_equal_layers_are_told_once():
 
 
 def test_operations_outside_modules_are_loss_or_update():
-    assert layer_name(operation("add() -> float32[]", "transpose(jvp())", (), 1.0)) == ("loss", True)
-    assert layer_name(operation("add() -> float32[]", "", (), 1.0)) == ("update", False)
-    assert layer_name(operation("add() -> float32[]", "jvp(checkpoint)/Net/a/b", (), 1.0))[0] == "Net/a"
+    assert layer_of_scope("transpose(jvp())") == ("loss", True)
+    assert layer_of_scope("") == ("update", False)
+    assert layer_of_scope("jvp(checkpoint)/Net/a/b")[0] == "Net/a"
 
 
 def test_rematerialised_operations_belong_to_the_layer_whose_results_they_compute_again():
     scope = "transpose(jvp(Net))/jvp(Net)/rematted_computation/layer_0/dense"
-    assert layer_name(operation("add() -> float32[]", scope, (), 1.0)) == ("Net/layer_0", True)
+    assert layer_of_scope(scope) == ("Net/layer_0", True)
     scanned = "jvp(Net)/layers.<lambda>/layers/dense"
-    assert layer_name(operation("add() -> float32[]", scanned, (), 1.0)) == ("Net/layers", False)
+    assert layer_of_scope(scanned) == ("Net/layers", False)
     assert modules_of("transpose(jvp(Net))/layers.<lambda>") == ("Net", "layers")
     repeated = "transpose(jvp(Net))/layers.<lambda>/layers.<lambda>/rematted_computation/layers/dense"
     assert modules_of(repeated) == ("Net", "layers", "dense")

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import diffshard
-from diffshard.plans.number_formats import FormatTrial, PlannedFormats
+from diffshard.plans.sections import FormatTrial, PlannedFormats
 from diffshard.plans.text import noise_words
 from diffshard.sharding_search import format_rounds
 from diffshard.sharding_search.call import array_types
