@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -35,15 +35,6 @@ from search_spaces.replay import function_source
 BY_RULES = "logical axis rules"
 """The name of the plan that follows a user's own rules."""
 _NO_NAMES = "the function names no logical axes, so XLA's partitioner alone decides how activations are split."
-
-
-class _Wanted(TypedDict):
-    """The wanted baselines, as `plans_of_baselines` takes them."""
-
-    names: Sequence[str]
-    state_argnums: tuple[int, ...] | None
-    rules: LogicalAxisRules
-    dimensions: Mapping[tuple[str, ...], int | None]
 
 
 @dataclass(frozen=True)
@@ -131,7 +122,7 @@ def baseline_plans(
             **solver_options(options, function=baseline_plans),
         }
         asked_for = options_of(fn, mesh, hardware, memory_limit_bytes, executor="propagation", **of_both)
-        wanted: _Wanted = {
+        wanted = {
             "names": tuple(BASELINES) if names is None else names,
             "state_argnums": None if state_argnums is None else positions(state_argnums),
             "rules": checked_rules(logical_axis_rules or (), asked_for.axis_names),
@@ -140,7 +131,7 @@ def baseline_plans(
         return _plans_of_first_process(asked_for, args, wanted)
 
 
-def _plans_of_first_process(options: Options, args: Sequence[Any], wanted: "_Wanted") -> BaselinePlans:
+def _plans_of_first_process(options: Options, args: Sequence[Any], wanted: Mapping[str, Any]) -> BaselinePlans:
     """Returns the baselines' plans that the first process of the mesh makes; all processes trace the function.
 
     Raises:
@@ -181,7 +172,10 @@ def plans_of_baselines(
     dimensions: Mapping[tuple[str, ...], int | None] | None = None,
 ) -> BaselinePlans:
     """Returns `baseline_plans` for checked options and a function that is traced already, without rules."""
-    arguments = arguments_of(traced_function, state_argnums)
+    call, is_state = traced_function.call, traced_function.is_state
+    if state_argnums is not None:
+        is_state = [number in state_argnums for number in call.numbers]
+    arguments = describe_arguments(call, is_state)
     baseline_mesh = baseline_mesh_of(options)
     plans: dict[str, Plan] = {}
     left_out: dict[str, str] = {}
@@ -197,16 +191,6 @@ def plans_of_baselines(
         except InfeasibleError as error:  # its first sentence says how much memory is needed, the next what to do
             left_out[name] = f"{str(error).partition('. ')[0]}."
     return BaselinePlans(plans, left_out)
-
-
-def arguments_of(traced_function: TracedFunction, state_argnums: tuple[int, ...] | None) -> list[Argument]:
-    """Returns the facts that baselines use about the flat arguments of a traced function."""
-    call = traced_function.call
-    if state_argnums is not None:
-        is_state = [number in state_argnums for number in call.numbers]
-    else:
-        is_state = traced_function.is_state
-    return describe_arguments(call, is_state)
 
 
 def baseline_mesh_of(options: Options) -> BaselineMesh:

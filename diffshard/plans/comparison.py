@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from cost.real_numbers import Amount, Count
-from diffshard.plans.page_elements import COLOURS, COMPUTE, cards, document, escape, framed, plain_bar, table
+from diffshard.plans.page_elements import COLOURS, COMPUTE, Paged, cards, document, escape, plain_bar, table
 from diffshard.plans.printing import format_bytes, format_devices, format_s, format_table, short_name, wrapped
 from diffshard.plans.timeline import Lane, lane_elements
 
@@ -54,7 +54,7 @@ class ComparedPlan:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Paged):
     """Plans of one function beside the programs that XLA makes of them; `print` shows a table.
 
     Attributes:
@@ -92,9 +92,6 @@ class Comparison:
     def html(self) -> str:
         """Returns the comparison as a self-contained page for a browser."""
         return document(_title(self), [f"<h1>{escape(_title(self))}</h1>", *page_elements(self)])
-
-    def _repr_html_(self) -> str:
-        return framed(self.html())
 
 
 def page_elements(comparison: Comparison) -> list[str]:

@@ -39,7 +39,7 @@ def check_plan(plan: PlanData, distinct: Iterable[int] | None = None) -> None:
             raise ValueError(f"`hardware` has no link for the axis {axis!r} of `mesh_axes`")
     indices = range(len(plan.operations)) if distinct is None else distinct
     operations = [(f"operations[{i}]", plan.operations[i]) for i in indices]
-    _check_predictions(plan, plan.operations)
+    _check_predictions(plan)
     _check_positions(plan)
     for field in ("arguments", "outputs", "residuals"):
         for i, tensor in enumerate(getattr(plan, field)):
@@ -58,9 +58,9 @@ def check_plan(plan: PlanData, distinct: Iterable[int] | None = None) -> None:
     _check_advice(plan)
 
 
-def _check_predictions(plan: PlanData, operations: Iterable[Operation]) -> None:
+def _check_predictions(plan: PlanData) -> None:
     """Checks that what is predicted for the whole step follows from its parts."""
-    compute_s = math.fsum(operation.compute_s for operation in operations)
+    compute_s = math.fsum(operation.compute_s for operation in plan.operations)
     if not math.isclose(plan.compute_s, compute_s, rel_tol=_TOLERANCE, abs_tol=_LEAST_S):
         raise ValueError(f"`compute_s` is {plan.compute_s!r}, where the operations take {compute_s!r} together")
     if not math.isfinite(plan.step_s):

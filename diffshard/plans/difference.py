@@ -15,14 +15,13 @@ from diffshard.plans.base import Operation, PlanData, Tensor
 from diffshard.plans.difference_data import (
     Alignment,
     ArrayDifference,
-    DifferenceData,
     LayerDifference,
     OperationDifference,
     Total,
     align_operations,
 )
 from diffshard.plans.layers import layers_of_operations
-from diffshard.plans.page_elements import document, escape, framed, table
+from diffshard.plans.page_elements import Paged, document, escape, table
 from diffshard.plans.printing import (
     format_array,
     format_bytes,
@@ -43,11 +42,25 @@ _EQUAL_SHARE = 1e-9  # of the larger: quantities that differ by less are equal u
 
 
 @dataclass(frozen=True)
-class PlanDifference(DifferenceData):
+class PlanDifference(Paged):
     """The differences of two plans; `print` shows them, `html` makes a page, and notebooks show that.
 
-    Its fields are those of `DifferenceData`.
+    Attributes:
+      titles: function, mesh, hardware and executor of each plan.
+      totals: seconds of a step, bytes that a device sends and holds.
+      arguments, outputs, layers, operations: those that differ.
+      counts: how many arguments, outputs, layers and operations were compared.
+      notes: where the functions, meshes or hardware differ, and how many operations were not compared.
     """
+
+    titles: tuple[str, str]
+    totals: tuple[Total, ...]
+    arguments: tuple[ArrayDifference, ...]
+    outputs: tuple[ArrayDifference, ...]
+    layers: tuple[LayerDifference, ...]
+    operations: tuple[OperationDifference, ...]
+    counts: tuple[int, int, int, int]
+    notes: tuple[str, ...]
 
     def __str__(self) -> str:
         return format_difference(self)
@@ -55,9 +68,6 @@ class PlanDifference(DifferenceData):
     def html(self) -> str:
         """Returns the difference as a self-contained page for a browser."""
         return difference_page(self)
-
-    def _repr_html_(self) -> str:
-        return framed(self.html())
 
 
 def difference_of(first: PlanData, second: PlanData) -> PlanDifference:
@@ -242,7 +252,7 @@ class _Table(NamedTuple):
     right: tuple[int, ...]
 
 
-def format_difference(difference: DifferenceData) -> str:
+def format_difference(difference: PlanDifference) -> str:
     """Returns the text that `print` shows."""
     first, second = difference.titles
     parts = ["\n".join(["Difference of two plans", "", *wrapped(first, "  first   "), *wrapped(second, "  second  ")])]
@@ -258,7 +268,7 @@ def format_difference(difference: DifferenceData) -> str:
     return "\n\n".join(parts)
 
 
-def difference_page(difference: DifferenceData) -> str:
+def difference_page(difference: PlanDifference) -> str:
     """Returns the difference as a self-contained page."""
     first, second = map(escape, difference.titles)
     notes = "".join(f"<li>{escape(note)}</li>" for note in difference.notes)
@@ -287,7 +297,7 @@ def _filled(groups: Sequence[str]) -> list[str]:
     return filled
 
 
-def _tables(difference: DifferenceData, max_rows: int | None) -> list[_Table]:
+def _tables(difference: PlanDifference, max_rows: int | None) -> list[_Table]:
     num_arguments, num_outputs, num_layers, num_operations = difference.counts
     return [
         _Table(
@@ -331,7 +341,7 @@ def _array_rows(what: str, arrays: Sequence[ArrayDifference], count: int) -> _Ta
     return _Table(f"{what}: {len(arrays)} of {count} differ", titles, rows, (1, 5, 6))
 
 
-def _layer_rows(difference: DifferenceData, count: int) -> _Table:
+def _layer_rows(difference: PlanDifference, count: int) -> _Table:
     layers = difference.layers
     keys: list[Hashable] = [tuple(tuple(f"{x:.3g}" for x in pair) for pair in layer[1:]) for layer in layers]
     rows: _Rows = []
@@ -344,7 +354,7 @@ def _layer_rows(difference: DifferenceData, count: int) -> _Table:
     return _Table(f"Layers: {len(layers)} of {count} differ", titles, rows, tuple(range(1, 8)))
 
 
-def _operation_rows(difference: DifferenceData, count: int, max_rows: int | None) -> _Table:
+def _operation_rows(difference: PlanDifference, count: int, max_rows: int | None) -> _Table:
     operations = difference.operations
     keys: list[Hashable] = [(o.type, o.specs, o.collectives) for o in operations]
     groups = group_names([o.name for o in operations], keys)

@@ -1,7 +1,6 @@
 """What differs between two plans, as data, and which entries of two lists are the same."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -63,28 +62,6 @@ class OperationDifference(NamedTuple):
     specs: tuple[NamedSpec, NamedSpec]
     seconds: tuple[float, float]
     collectives: tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]
-
-
-@dataclass(frozen=True)
-class DifferenceData:
-    """The differences of two plans.
-
-    Attributes:
-      titles: function, mesh, hardware and executor of each plan.
-      totals: seconds of a step, bytes that a device sends and holds.
-      arguments, outputs, layers, operations: those that differ.
-      counts: how many arguments, outputs, layers and operations were compared.
-      notes: where the functions, meshes or hardware differ, and how many operations were not compared.
-    """
-
-    titles: tuple[str, str]
-    totals: tuple[Total, ...]
-    arguments: tuple[ArrayDifference, ...]
-    outputs: tuple[ArrayDifference, ...]
-    layers: tuple[LayerDifference, ...]
-    operations: tuple[OperationDifference, ...]
-    counts: tuple[int, int, int, int]
-    notes: tuple[str, ...]
 
 
 _MOST_CELLS = 10_000_000  # of one table: 40 MB, and a quarter of a second for two kinds of operations

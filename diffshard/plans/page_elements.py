@@ -10,7 +10,7 @@ Drawings of amounts over a range keep their height and the size of their texts o
 import html
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from diffshard.base import printable
 from search_spaces.partition_specs import NamedSpec
@@ -188,11 +188,21 @@ NOT_PLANNED = "Not planned yet: call plan(*args) with arrays or jax.ShapeDtypeSt
 
 
 def framed(page: str) -> str:
-    """Returns a page as an element for a notebook's cell, `_repr_html_` of everything that has a page."""
+    """Returns a page as an element for a notebook's cell."""
     return (
         f'<iframe srcdoc="{escape(page)}" style="width:100%;height:{_FRAME_HEIGHT_PX}px;border:0" '
         'title="diffshard"></iframe>'
     )
+
+
+class Paged:
+    """What a notebook shows as the page that its method `html` returns."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        shown: Any = self
+        return framed(shown.html())
 
 
 def planned_function_element(headline: str, advice: str, pages: Sequence[tuple[str, str]]) -> str:

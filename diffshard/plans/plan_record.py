@@ -7,12 +7,12 @@ import itertools
 import math
 import os
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from cost.real_numbers import Amount, AnyNumber
 from diffshard.base import PlanError
 from diffshard.plans.documents import RecordFile
-from diffshard.plans.page_elements import cards, document, escape, framed
+from diffshard.plans.page_elements import Paged, cards, document, escape
 from diffshard.plans.printing import format_percent, format_s, wrapped
 
 History = tuple[tuple[Amount, AnyNumber, AnyNumber], ...]
@@ -60,28 +60,14 @@ class Certificate(NamedTuple):
         ]
 
 
-class _Judged(Protocol):
-    """A solution from which a certificate is made."""
-
-    @property
-    def step_s(self) -> float: ...
-    @property
-    def lower_bound_s(self) -> float: ...
-    @property
-    def status(self) -> str: ...
-    @property
-    def search_s(self) -> float: ...
-    @property
-    def history(self) -> History: ...
-
-
 class Certified:
     """A plan that says how good it is known to be: its class has the other fields of `Certificate`."""
 
     @property
-    def gap(self: _Judged) -> float:
+    def gap(self) -> float:
         """How much less the best possible plan can be predicted to take, relative to `step_s`."""
-        return relative_gap(self.step_s, self.lower_bound_s)
+        plan: Any = self
+        return relative_gap(plan.step_s, plan.lower_bound_s)
 
     @property
     def certificate(self) -> Certificate:
@@ -118,20 +104,11 @@ _MOST_DIFFERENCES = 40
 """Lines of a difference: more than a screen would not be read. Chosen by hand."""
 
 
-class _Paged(Protocol):
-    """A plan that shows itself as a page."""
-
-    def html(self) -> str: ...
-
-
-class FileRecord:
+class FileRecord(Paged):
     """A plan that is saved and loaded by its fields, and shown in notebooks as its page."""
 
     __slots__ = ()
     _file: ClassVar[RecordFile]
-
-    def _repr_html_(self: _Paged) -> str:
-        return framed(self.html())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON; the file is replaced whole or not at all.

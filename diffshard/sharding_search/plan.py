@@ -16,7 +16,7 @@ from diffshard.plans.base import Executor, PlanData, Tensor
 from diffshard.plans.difference import PlanDifference, difference_of
 from diffshard.plans.file import load, save
 from diffshard.plans.page import format_page
-from diffshard.plans.page_elements import framed
+from diffshard.plans.page_elements import Paged
 from diffshard.plans.text import format_in_line, format_plan
 from diffshard.processes import errors_for_all, processes_of
 from diffshard.sharding_search.call import Call, Static, Structure, abstract_array, array_paths, split
@@ -49,7 +49,7 @@ from diffshard.sharding_search.request import PlanRequest
 
 
 @dataclass(frozen=True)
-class Plan(PlanData):
+class Plan(PlanData, Paged):
     """How a function runs on a mesh. Made by `diffshard.search(fn, mesh).plan(*args)`; `print` shows it.
 
     Its fields are those of `PlanData`.
@@ -64,9 +64,6 @@ class Plan(PlanData):
     def html(self) -> str:
         """Returns the plan as a self-contained page for a browser; in a notebook a plan shows itself as this page."""
         return format_page(self)
-
-    def _repr_html_(self) -> str:
-        return framed(self.html())
 
     def diff(self, other: PlanData) -> PlanDifference:
         """Returns the differences from another plan, which may be of another mesh, hardware or function.

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 
@@ -273,26 +273,18 @@ def _planned_objective(cost: StepCost, space: ShardingSpace, solution: Solution)
     return PlannedObjective(short_name(getattr(cost, "__qualname__", "objective")), value, min(bound, value))
 
 
-class _Arrays(TypedDict):
-    """How a plan lays out every array."""
-
-    arguments: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    operations: tuple[Operation, ...]
-
-
 def _arrays(
     traced_function: TracedFunction, summary: Summary, axis_names: Sequence[str], given: frozenset[int]
-) -> _Arrays:
-    """Writes down what a choice means for arguments, results and operations; `given` arguments are fixed."""
+) -> dict[str, Any]:
+    """Returns the fields `arguments`, `outputs` and `operations` of a choice's plan; `given` arguments are fixed."""
     graph, layout, next_best = traced_function.graph, summary.layout, summary.next_best
     call = traced_function.call
     arguments = zip(graph.inputs, call.paths, layout.input_specs, next_best.inputs, call.logical_axes, strict=True)
     outputs = zip(graph.outputs, traced_function.out_paths, layout.output_specs, strict=True)
     operations = zip(graph.vertices, summary.prediction.compute_s, next_best.vertices, strict=True)
     on_host = {i for i, vertex in enumerate(graph.inputs) if layout.strategies[vertex.index].on_host}
-    return _Arrays(
-        arguments=tuple(
+    return {
+        "arguments": tuple(
             replace(
                 _tensor(path, vertex.results[0], spec, axis_names),
                 given=i in given,
@@ -302,15 +294,15 @@ def _arrays(
             )
             for i, (vertex, path, spec, other, names) in enumerate(arguments)
         ),
-        outputs=tuple(
+        "outputs": tuple(
             replace(_tensor(path, output, spec, axis_names), on_host=argument in on_host)
             for (output, path, spec), argument in zip(outputs, graph.feedback, strict=True)
         ),
-        operations=tuple(
+        "operations": tuple(
             replace(_operation(vertex, layout, float(seconds), axis_names), **_next_best(other, axis_names))
             for vertex, seconds, other in operations
         ),
-    )
+    }
 
 
 def _tensor(path: str, array: Operand, spec: IndexedSpec, axis_names: Sequence[str]) -> Tensor:

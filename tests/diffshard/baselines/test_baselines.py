@@ -18,7 +18,7 @@ from diffshard.baselines.base import (
     describe_arguments,
     tensor_splits,
 )
-from diffshard.baselines.plans import arguments_of, baseline_mesh_of
+from diffshard.baselines.plans import baseline_mesh_of
 from diffshard.sharding_search.call import call_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.tracing import trace_function
@@ -242,7 +242,7 @@ def test_state_is_what_is_updated_or_donated_or_the_first_argument():
     assert specs(state_argnums=(0, 1)) == [whole, whole]
     assert specs(state_argnums=()) == [split, split]
     updated = trace_function(OPTIONS, (shape(16, 64), shape(64, 64)))
-    assert [a.is_state for a in arguments_of(updated, None)] == [False, True]
+    assert [a.is_state for a in describe_arguments(updated.call, updated.is_state)] == [False, True]
 
 
 class Named(nn.Module):
