@@ -27,7 +27,6 @@ from diffshard.sharding_search.tracing import TracedFunction
 from diffshard.staged_array import StagedArray
 from search_spaces.sharding.explaining import sources_of
 from search_spaces.sharding.given import is_constrained
-from search_spaces.sharding.graph import Vertex
 from search_spaces.sharding.replicated_operations import impossible_operations
 from search_spaces.sharding.space import ShardingSpace
 
@@ -135,72 +134,36 @@ class TwoRuns:
         )
 
 
-@dataclass(frozen=True)
-class NumbersCheck:
-    """How the first call of a planned function is held against another run.
-
-    Args:
-      plan: the plan, with the executor by which the function runs.
+def numbers_check(plan: PlanData, traced_function: TracedFunction, space: ShardingSpace, mesh: Mesh) -> TwoRuns:
+    """Returns the run of a planned function, by its executor, and the other one that its first call is held against.
 
     Raises:
       PlanError: the function cannot run in the other way.
     """
-
-    plan: PlanData
-    traced_function: TracedFunction
-    space: ShardingSpace
-    mesh: Mesh
-
-    def __post_init__(self):
-        impossible = impossible_operations(self.space.graph)
-        if self.plan.executor != "program":
-            self._refuse(impossible, 'runs only where XLA partitions the function, by `executor="constraints"`')
-            return
-        if not processes_of(self.mesh).is_one:
+    way, graph, processes = f'`executor` "{plan.executor}"', space.graph, processes_of(mesh)
+    if plan.executor == "program":
+        reference, fault = "one device", FAULT
+        impossible = [vertex for vertex in graph.operations() if is_constrained(vertex)]
+        why = "names devices of the mesh, and cannot run on one device"
+        if not processes.is_one:
             raise PlanError(
                 'The numbers of `executor` "program" are held against one device, which the devices of several '
                 'processes have no room for. Leave out `check` "numbers", or check in one process.'
             )
-        constrained = [vertex for vertex in self.space.graph.operations() if is_constrained(vertex)]
-        self._refuse(constrained, "names devices of the mesh, and cannot run on one device")
-
-    @property
-    def reference(self) -> str:
-        """The run that the function is held against, for messages."""
-        return "one device" if self.plan.executor == "program" else "the program for each device"
-
-    def results(self, run: Callable[..., Any], donated: Sequence[int], arrays: Sequence[Any]) -> list[Any]:
-        """Runs the function in both ways, and returns its own flat results; arguments and errors as `TwoRuns.results`.
-
-        Here `run` is the planned function of flat arrays under `jax.jit`.
-        """
-        executor, types = self.plan.executor, {value.dtype for value in self.space.graph.values}
-        two_runs = TwoRuns(
-            way=f'`executor` "{executor}"',
-            reference=self.reference,
-            refer=self._reference(),
-            fault=FAULT if executor == "program" else 'a fault of XLA\'s partitioner; take `executor="program"`',
-            paths=[tensor.path for tensor in self.plan.outputs],
-            epsilon=coarsest_epsilon(types),
-            processes=processes_of(self.mesh),
-        )
-        return two_runs.results(run, donated, arrays)
-
-    def _refuse(self, vertices: Sequence[Vertex], why: str) -> None:
-        for name, sources in sources_of(vertices):
-            raise PlanError(
-                f'By `executor` "{self.plan.executor}" the first call cannot be held against {self.reference}: {name} '
-                f"({sources}) {why}."
-            )
-
-    def _reference(self) -> Callable[[Sequence[Any]], list[Any]]:
-        """Returns the function as it runs the other way; nothing is donated."""
-        if self.plan.executor == "program":
-            return on_one_device(core.jaxpr_as_fun(self.traced_function.jaxpr), self.mesh.devices.flat[0])
-        program = replace(self.plan, executor="program")
-        flat = flat_function(program, self.traced_function, self.space, self.mesh)
+    else:
+        reference, fault = "the program for each device", 'a fault of XLA\'s partitioner; take `executor="program"`'
+        impossible = impossible_operations(graph)
+        why = 'runs only where XLA partitions the function, by `executor="constraints"`'
+    for name, sources in sources_of(impossible):
+        raise PlanError(f"By {way} the first call cannot be held against {reference}: {name} ({sources}) {why}.")
+    if plan.executor == "program":
+        refer = on_one_device(core.jaxpr_as_fun(traced_function.jaxpr), mesh.devices.flat[0])
+    else:
+        flat = flat_function(replace(plan, executor="program"), traced_function, space, mesh)
         jitted = flat._replace(donate_argnums=()).jit("reference")
-        return lambda arrays: list(jitted(*arrays))
+        refer = lambda arrays: list(jitted(*arrays))  # noqa: E731
+    paths = [tensor.path for tensor in plan.outputs]
+    return TwoRuns(way, reference, refer, fault, paths, coarsest_epsilon(v.dtype for v in graph.values), processes)
 
 
 class _Difference(NamedTuple):

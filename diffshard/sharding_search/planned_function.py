@@ -33,7 +33,7 @@ from diffshard.sharding_search.call import (
 from diffshard.sharding_search.carried import residuals_for_call, with_residuals, without_residuals
 from diffshard.sharding_search.executors import FlatFunction, flat_function
 from diffshard.sharding_search.fingerprints import facts_of, run_facts
-from diffshard.sharding_search.numbers_check import NumbersCheck
+from diffshard.sharding_search.numbers_check import TwoRuns, numbers_check
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.predictions import warn_of_whole_work
 from diffshard.sharding_search.request import PlanRequest
@@ -60,7 +60,7 @@ class _Prepared(Generic[PlanT]):
     result: Structure
     settings: tuple[Any, ...]
     name: str
-    make_check: Callable[[], NumbersCheck] | None = None
+    make_check: Callable[[], TwoRuns] | None = None
     compiled: Any = None
 
     @cached_property
@@ -265,7 +265,7 @@ class PlannedFunction(Generic[PlanT]):
         name = getattr(options.fn, "__name__", "function")
         prepared = _Prepared(plan, call, make_flat, traced_function.result, jax_settings(), name)
         if isinstance(options.mesh, Mesh) and (options.checks_numbers or plan.executor == "propagation"):
-            prepared.make_check = partial(NumbersCheck, plan, traced_function, space, options.mesh)
+            prepared.make_check = partial(numbers_check, plan, traced_function, space, options.mesh)
         if options.checks_numbers and prepared.make_check is not None:
             prepared.make_check()  # says now what would be wrong with it
         return prepared
