@@ -46,7 +46,6 @@ from diffshard.sharding_search.call import array_types, bound_arguments, call_of
 from diffshard.sharding_search.format_losses import MeasuredLosses
 from diffshard.sharding_search.format_rounds import stand_ins
 from diffshard.sharding_search.format_search import first_start
-from diffshard.sharding_search.looks import FlatCall
 from diffshard.sharding_search.number_formats import Formats, ProductGroup, offered_groups, rows_of
 from diffshard.sharding_search.options import Options
 from diffshard.sharding_search.plan import Plan
@@ -54,7 +53,7 @@ from diffshard.sharding_search.planned_function import PlannedFunction
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.sharding_search.step_objective import step_s
 from diffshard.sharding_search.tracing import measured_options, space_of, trace_call
-from diffshard.sharding_search.training_calls import flat_calls
+from diffshard.sharding_search.training_calls import FlatCall, flat_calls
 from search_spaces.sharding.base import FormatKey
 from search_spaces.sharding.format_gains import gains_together_s
 

@@ -19,7 +19,7 @@ from diffshard.sharding_search.options import (
     positions,
     signature_of,
 )
-from diffshard.sharding_search.tracing import in_words, lost_changes, warn_of_lost_changes
+from diffshard.sharding_search.tracing import lost_changes, warn_of_lost_changes
 from search_spaces.pipelines.batch_flow import batch_flow
 from search_spaces.pipelines.batch_states import DivisionError
 from search_spaces.pipelines.microbatches import MicrobatchedFunction
@@ -212,9 +212,8 @@ def traced_call(
         new_args, new_kwargs = structure.unflatten(flat)
         result = fn(*new_args, **new_kwargs)
         leaves, of_result = split(result)
-        lost = lost_changes(structure, argument_of, flat, (new_args, new_kwargs), leaves)
-        if lost:
-            warn_of_lost_changes(in_words(name, lost))
+        if lost := lost_changes(name, structure, argument_of, flat, (new_args, new_kwargs), leaves):
+            warn_of_lost_changes(lost)
         feedback = feedback_of(result, [argument.value for argument in given], abstract_split)
         results.append((of_result, feedback))
         return leaves

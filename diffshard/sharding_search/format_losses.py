@@ -17,10 +17,18 @@ import numpy as np
 
 from diffshard.plans.text import ONE_RUN
 from diffshard.sharding_search.call import ArrayType
-from diffshard.sharding_search.looks import LOOK_SHARE, FlatCall, Look, State
 from diffshard.sharding_search.number_formats import Formats, ProductGroup, all_groups, kind_of
 from diffshard.sharding_search.options import Options
-from diffshard.sharding_search.training_calls import check_trains, flat_calls, loss_result, warn_of_equal_batches
+from diffshard.sharding_search.training_calls import (
+    LOOK_SHARE,
+    FlatCall,
+    Look,
+    State,
+    check_trains,
+    flat_calls,
+    loss_result,
+    warn_of_equal_batches,
+)
 from search_spaces.sharding.base import FormatKey
 from search_spaces.sharding.kept_codes import LateReads
 from search_spaces.sharding.number_formats import ExchangedInCodes, KeptInCodes, MixedProducts, SumsInParts

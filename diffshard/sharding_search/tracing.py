@@ -56,9 +56,16 @@ ReportLostChanges = Callable[[str], None]
 
 
 def lost_changes(
-    structure: Structure, names: Sequence[str], before: Sequence[Any], arguments: Any, results: Sequence[Any]
-) -> list[str]:
-    """Returns the names of arguments into which a function has put other arrays that it does not return.
+    function_name: str,
+    structure: Structure,
+    names: Sequence[str],
+    before: Sequence[Any],
+    arguments: Any,
+    results: Sequence[Any],
+) -> str:
+    """Returns a sentence that names arguments into which a function has put other arrays that it does not return.
+
+    It is "" where there are none.
 
     Args:
       names: for each array of the arguments the name of its argument.
@@ -67,18 +74,13 @@ def lost_changes(
     """
     after = structure.arrays_of(arguments)
     returned = {id(array) for array in results}
-    lost = (
-        name
+    lost = dict.fromkeys(
+        f"`{name}`"
         for name, old, new in zip(names, before, before if after is None else after, strict=True)
         if new is not old and id(new) not in returned
     )
-    return list(dict.fromkeys(lost))
-
-
-def in_words(function_name: str, lost: Sequence[str]) -> str:
-    """Returns the sentence that says which changes of a function are lost."""
-    names = " and ".join(f"`{name}`" for name in lost)
-    return f"{function_name} changes {names} in place, and these changes are lost, as under `jax.jit`."
+    changed = f"{function_name} changes {' and '.join(lost)} in place"
+    return f"{changed}, and these changes are lost, as under `jax.jit`." if lost else ""
 
 
 def warn_of_lost_changes(sentence: str) -> None:
@@ -139,15 +141,6 @@ class TracedFunction:
         return ()
 
 
-@dataclass(frozen=True)
-class _Result:
-    """The structure of a result that tracing has seen."""
-
-    structure: Structure
-    paths: tuple[str, ...]
-    feedback: list[int | None]
-
-
 def trace_function(options: Options, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> TracedFunction:
     """Traces the function for arguments that are arrays or `jax.ShapeDtypeStruct`; errors of JAX are passed on."""
     return trace_call(options, call_of(options, args, kwargs or {}))
@@ -179,32 +172,25 @@ def trace_call(options: Options, call: Call, report_lost: ReportLostChanges = wa
     Raises:
       ValueError: an array or a loop is too large for any device.
     """
-    results: list[_Result] = []
+    results: list[tuple[Structure, tuple[str, ...], list[int | None]]] = []
     names = [call.parameters[number] for number in call.numbers]
 
     def flat(*arrays: Any) -> list[Any]:
         args, kwargs = call.structure.unflatten(arrays)
         result = _called(options, args, kwargs)
         leaves, structure = split(result)
-        lost = lost_changes(call.structure, names, arrays, (args, kwargs), leaves)
-        if lost:
-            report_lost(in_words(options.function_name, lost))
+        if lost := lost_changes(options.function_name, call.structure, names, arrays, (args, kwargs), leaves):
+            report_lost(lost)
         feedback = feedback_of(result, (*args, *kwargs.values()), abstract_split)
-        results.append(_Result(structure, array_paths("result", result), feedback))
+        results.append((structure, array_paths("result", result), feedback))
         return leaves
 
     with planned_without_cudnn():
         jaxpr = _trace(flat, options, call)
-    result = results[-1]
-    graph = build_graph(jaxpr, result.feedback, call.paths)
+    result, out_paths, feedback = results[-1]
+    graph = build_graph(jaxpr, feedback, call.paths)
     check_sizes(graph)
-    traced_function = TracedFunction(
-        jaxpr=jaxpr,
-        graph=graph,
-        call=call,
-        result=result.structure,
-        out_paths=result.paths,
-    )
+    traced_function = TracedFunction(jaxpr, graph, call, result, out_paths)
     if options.state is None:
         return traced_function
     return traced_again(traced_function, RematerialisedFunction(early_updates(graph), frozenset()))
