@@ -34,7 +34,6 @@ from diffshard.plans.page_elements import (
     with_code,
 )
 from diffshard.plans.printing import (
-    format_array,
     format_bytes,
     format_percent,
     format_s,
@@ -44,12 +43,9 @@ from diffshard.plans.printing import (
 )
 from diffshard.plans.sections import computing_parts, whole_lines
 from diffshard.plans.summary import (
-    alike_arguments,
+    argument_rows,
     collective_totals,
     dearest_operations,
-    device_bytes,
-    place_words,
-    reason,
     shape_table,
     verdict,
 )
@@ -250,22 +246,9 @@ def _part(part: LayerPart, fills: dict[frozenset[str], str]) -> str:
 
 def _argument_table(plan: PlanData, fills: dict[frozenset[str], str]) -> str:
     rows = []
-    for group in alike_arguments(plan):
-        members = [plan.arguments[i] for i in group.members]
-        if not is_shown(sum(t.num_bytes for t in members)):
-            continue
-        first = members[0]
+    for first, (name, count, array, place, *others) in argument_rows(plan, "×"):
         swatch = f'<i class=swatch style="background:{fills[_axes(first.spec)]}"></i>'
-        rows.append(
-            (
-                group.pattern,
-                f"{len(members)}×" if len(members) > 1 else "",
-                format_array(first),
-                Html(f"<span>{swatch}{escape(place_words(first))}</span>"),
-                format_bytes(sum(device_bytes(plan, t) for t in members)),
-                reason(plan, first),
-            )
-        )
+        rows.append((name, count, array, Html(f"<span>{swatch}{escape(place)}</span>"), *others))
     head = ("name", "how many", "type", "sharding", "on a device", "next best, what it adds")
     return f"<h2>Arguments</h2>{table(head, rows, right=(1, 4))}"
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from diffshard.plans.base import Operation, PlanData, PlannedObjective, Tensor, TriedShape
@@ -10,6 +10,7 @@ from diffshard.plans.page_elements import table
 from diffshard.plans.plan_record import has_bound
 from diffshard.plans.printing import (
     NamePattern,
+    format_array,
     format_axes,
     format_bytes,
     format_count,
@@ -107,6 +108,19 @@ def alike_arguments(plan: PlanData) -> list[NamePattern]:
     """Groups arguments of equal shape, sharding and reason whose names follow a pattern."""
     keys = [(t.shape, t.dtype, t.spec, t.given, t.on_host, *_reason_key(plan, t)) for t in plan.arguments]
     return group_names([readable_path(t.path) for t in plan.arguments], keys)
+
+
+def argument_rows(plan: PlanData, times: str) -> Iterator[tuple[Tensor, tuple[str, str, str, str, str, str]]]:
+    """Yields a row of a table for arguments that are alike, with the first of them; those without bytes are left out.
+
+    A row has name, number, type, sharding, bytes on a device, and the next best sharding; `times` is behind the number.
+    """
+    for group in alike_arguments(plan):
+        tensors = [plan.arguments[i] for i in group.members]
+        if is_shown(sum(t.num_bytes for t in tensors)):
+            first, count = tensors[0], f"{len(tensors)}{times}" if len(tensors) > 1 else ""
+            held = format_bytes(sum(device_bytes(plan, t) for t in tensors))
+            yield first, (group.pattern, count, format_array(first), place_words(first), held, reason(plan, first))
 
 
 def communication(plan: PlanData) -> Communication:

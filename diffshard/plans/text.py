@@ -6,7 +6,6 @@ from functools import partial
 
 from diffshard.plans.base import PlanData
 from diffshard.plans.printing import (
-    format_array,
     format_axes,
     format_bytes,
     format_devices,
@@ -14,21 +13,19 @@ from diffshard.plans.printing import (
     format_s,
     format_spec,
     format_table,
-    is_shown,
     short_name,
     wrapped,
 )
 from diffshard.plans.sections import Advice, PlannedFormats, Rematerialisation, computing_parts, whole_lines
 from diffshard.plans.summary import (
     AlikeOperations,
-    alike_arguments,
+    argument_rows,
     collective_totals,
     dearest_operations,
     device_bytes,
     host_words,
     objective_words,
     operation_name,
-    place_words,
     reason,
     shape_lines,
     verdict,
@@ -213,14 +210,7 @@ def _arguments(plan: PlanData) -> str:
     if plan.residuals:
         title += f"; and {format_bytes(sum(device_bytes(plan, t) for t in plan.residuals))} of residuals"
     rows = [("name", "", "type", "sharding", "device", "next best, what it adds")]
-    for group in alike_arguments(plan):
-        tensors = [plan.arguments[i] for i in group.members]
-        if not is_shown(sum(t.num_bytes for t in tensors)):
-            continue
-        times = f"{len(tensors)}x" if len(tensors) > 1 else ""
-        size = format_bytes(sum(device_bytes(plan, t) for t in tensors))
-        first = tensors[0]
-        rows.append((group.pattern, times, format_array(first), place_words(first), size, reason(plan, first)))
+    rows += [row for _, row in argument_rows(plan, "x")]
     return "\n".join([title, "", *format_table(rows, "  ", right=(1, 4), wrap=(0, 5))])
 
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from diffshard.base import InfeasibleError, Progress
 from diffshard.checks.hlo import with_host_memory
 from diffshard.garbage_collection import rare_collections
-from diffshard.live_progress import ProgressDisplay, live_line
+from diffshard.live_progress import live_line
 from diffshard.plans.base import PlanData
 from diffshard.plans.page import format_page
 from diffshard.plans.page_elements import NOT_PLANNED, planned_function_element
@@ -241,7 +241,8 @@ class PlannedFunction(Generic[PlanT]):
 
     def _search(self, call: Call, progress: Progress | None) -> _Prepared[PlanT]:
         options = self.options
-        with live_line(f"searching {options.function_name}", self._display(progress)) as line:
+        display = options.progress if progress is None else "none"
+        with live_line(f"searching {options.function_name}", display) as line:
             start_s = time.perf_counter()
             line.step("tracing")
             traced_function = self._traced(call)
@@ -283,10 +284,6 @@ class PlannedFunction(Generic[PlanT]):
 
         what = f"plan {options.function_name} together"
         return processes_of(options.mesh).alike(what, lambda: trace_call(options, call), facts)
-
-    def _display(self, progress: Progress | None) -> ProgressDisplay:
-        """Returns where the search shows how it goes, where it may be given a function that is told."""
-        return self.options.progress if progress is None else "none"
 
     def _placed(self, prepared: _Prepared[PlanT], arrays: Sequence[Any]) -> list[Any]:
         """Returns the arrays where the plan wants them; the first time that some have to be moved, it is told."""
