@@ -170,7 +170,7 @@ def test_a_job_goes_on_through_all_phases_as_on_one_device():
 
 
 def test_a_phase_with_little_memory_computes_again_and_trains_as_one_device(tmp_path):
-    limit, args = 0.7 * test_remat.least_bytes(), test_remat.arguments()
+    limit, args = 0.7 * test_remat.least_bytes_of_shardings(), test_remat.arguments()
     sizes, devices = (4, 2), jax.devices()
     meshes = [jax.make_mesh((n,), ("data",), (AxisType.Auto,), devices=devices[:n]) for n in sizes]
     limits = None, limit

@@ -50,13 +50,17 @@ def search(limit_bytes, *, remat: Any = "search", hardware: Any = "h100", **opti
     )
 
 
-@pytest.fixture(scope="module")
-def least_bytes():
+def least_bytes_of_shardings():
     """Returns the least memory that any sharding alone needs."""
     with pytest.raises(diffshard.InfeasibleError) as error:
         search(1e3, remat=None).plan(*arguments())
     (number,) = re.findall(r"at least ([\d,]+) bytes", str(error.value))
     return float(number.replace(",", ""))
+
+
+@pytest.fixture(scope="module")
+def least_bytes():
+    return least_bytes_of_shardings()
 
 
 @pytest.fixture(scope="module")
