@@ -147,13 +147,20 @@ def collective_on_blocks(mesh: Mesh, axis: str, kind: CollectiveKind) -> Callabl
 
 def median_s(call: Callable[[], object], repeats: int) -> float:
     """Measures the median seconds of a call, its results awaited, after a first call that compiles."""
+    return statistics.median(call_seconds(call, repeats))
+
+
+def call_seconds(
+    call: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """Measures the seconds of calls, their results awaited, after a first call that compiles."""
     jax.block_until_ready(call())
-    times = []
+    seconds = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = clock()
         jax.block_until_ready(call())
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+        seconds.append(clock() - start)
+    return seconds
 
 
 MEASURED: tuple[str, ...] = ("a100", "h100", "h200", "b200")

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from cost.base import Hardware
+from cost.calibration import call_seconds
 from cost.pooled_networks import fit
 from cost.real_numbers import whole_number
 from diffshard.solving.csr import numpy_generator
@@ -224,13 +225,7 @@ def least_seconds(call: Callable[[], Any], devices: Sequence[Any]) -> float:
     """
     shares_processor = devices[0].platform == "cpu"
     clock = time.process_time if shares_processor else time.perf_counter
-    jax.block_until_ready(call())
-    seconds = []
-    for _ in range(_REPEATS):
-        start = clock()
-        jax.block_until_ready(call())
-        seconds.append(clock() - start)
-    return min(seconds) / (len(devices) if shares_processor else 1)
+    return min(call_seconds(call, _REPEATS, clock)) / (len(devices) if shares_processor else 1)
 
 
 _MEASURED = "host_tables.npz"
