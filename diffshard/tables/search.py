@@ -99,7 +99,7 @@ def shard_tables(
     """
     start_s = time.perf_counter()
     with errors_for_all(mesh_or_devices, _WHAT):
-        tables = _measured_tables(_checked_tables(tables, access), statistics or {}, access or {})
+        tables = _checked_tables(tables, access or {}, statistics or {})
         options = checked_solve_options(options, shard_tables)
         mesh = _checked_mesh(mesh_or_devices)
         devices = _devices(mesh, hardware, memory_limit_bytes, host_memory_limit_bytes, batch_size)
@@ -193,45 +193,33 @@ def _check_cost(cost: Any, tables: tuple[EmbeddingTable, ...], devices: TableDev
         raise ValueError(f"`cost` has a search of its own; leave out `solver`, which is {solver!r}, or `cost`.")
 
 
-def _checked_tables(tables: Any, access: Mapping[str, Sequence[float]] | None) -> tuple[EmbeddingTable, ...]:
+def _checked_tables(
+    tables: Any, access: Mapping[str, Any], statistics: Mapping[str, TableStatistics]
+) -> tuple[EmbeddingTable, ...]:
+    """Returns tables whose lookups are as they were counted or measured."""
     if isinstance(tables, EmbeddingTable | str) or not isinstance(tables, Iterable):
         raise TypeError(f"`tables` must be a list of EmbeddingTable, not {tables!r}; put a single one into a list.")
     tables = tuple(tables)
     for table in tables:
         if not isinstance(table, EmbeddingTable):
             raise TypeError(f"`tables` must hold EmbeddingTable(name, rows, dimension, ...), not {table!r}.")
-    names = [table.name for table in tables]
-    for name in access or {}:
-        if name not in names:
-            raise ValueError(f"`access` has {name!r}, which is no table; there are {', '.join(names)}.")
-    return tuple(
-        dataclasses.replace(table, access=access[table.name]) if access and table.name in access else table
-        for table in tables
-    )
-
-
-def _measured_tables(
-    tables: tuple[EmbeddingTable, ...], statistics: Mapping[str, TableStatistics], access: Mapping[str, Any]
-) -> tuple[EmbeddingTable, ...]:
-    """Returns tables whose lookups are as they were measured."""
-    rows = {table.name: table.rows for table in tables}
     if not isinstance(statistics, Mapping):
         raise TypeError(f"`statistics` must be TableStatistics by the names of tables, not {statistics!r}.")
+    rows = {table.name: table.rows for table in tables}
+    for argument, names in (("access", access), ("statistics", statistics)):
+        for name in names:
+            if name not in rows:
+                raise ValueError(f"`{argument}` has {name!r}, which is no table; there are {', '.join(rows)}.")
+    measured: dict[str, dict[str, Any]] = {name: {"access": counts} for name, counts in access.items()}
     for name, own in statistics.items():
-        if name not in rows:
-            raise ValueError(f"`statistics` has {name!r}, which is no table; there are {', '.join(rows)}.")
         if not isinstance(own, TableStatistics):
             raise TypeError(f"`statistics[{name!r}]` must be made by `TableStatistics.measure`, not {own!r}.")
         if name in access:
             raise ValueError(f"`access` and `statistics` both have {name!r}; give one of them.")
         if (largest := own.hottest.max()) >= rows[name]:
             raise ValueError(f"`statistics[{name!r}]` has the id {largest}; rows are 0 to {rows[name] - 1}.")
-    return tuple(
-        dataclasses.replace(table, pooling_factor=own.pooling_factor, access=own.access(table.rows))
-        if (own := statistics.get(table.name))
-        else table
-        for table in tables
-    )
+        measured[name] = {"pooling_factor": own.pooling_factor, "access": own.access(rows[name])}
+    return tuple(dataclasses.replace(table, **measured.get(table.name, {})) for table in tables)
 
 
 def _checked_mesh(mesh_or_devices: Any) -> Mesh | AbstractMesh:
