@@ -99,7 +99,7 @@ def _planned(
 ) -> Budget:
     """Plans all phases, in one process."""
     job = job_of(phases, requests, move_link)
-    alone = job.outcome([job.candidate(i, solution.choice) for i, solution in enumerate(job.solutions)])
+    alone = job.outcome([job.candidate(i, phase.solution.choice) for i, phase in enumerate(job.alone)])
     solution = _solve_together(job, alone)
     together = job.outcome([job.candidate(i, c) for i, c in enumerate(choices_of(job.spaces, solution.choice))])
     best, bound = min(alone, together, key=job.total), job.bound
@@ -151,7 +151,7 @@ def _mesh_of_all(phases: Any) -> Mesh | AbstractMesh:
 
 def _solve_together(job: Job, alone: JobChoice) -> Solution:
     """Solves the joint problem from the choices of each phase alone."""
-    options = job.requests[0].options
+    options = job.alone[0].request.options
     problem, objective = joint_problem(job.phases, job.spaces, job.moves_s, job.is_state)
     deadline = options.deadline()
 

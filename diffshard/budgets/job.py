@@ -49,18 +49,29 @@ class JobChoice(NamedTuple):
     num_steps: tuple[float, ...]
 
 
-class Job(NamedTuple):
-    """A function with its phases. Those that are equal share their request and solution.
+class PhaseAlone(NamedTuple):
+    """A phase without regard to the others.
 
     Attributes:
-      alone: the plans of these solutions, with what they compute again; None where nothing may be.
+      request: of the function; what is computed again is chosen already.
+      solution: its fastest step. The bound holds whatever is computed again.
+      plan: of the solution, where a search for what is computed again has made it; None without such a search.
+    """
+
+    request: PlanRequest
+    solution: Solution
+    plan: Plan | None
+
+
+class Job(NamedTuple):
+    """A function with its phases. Those that are equal share what they are alone.
+
+    Attributes:
       links: for each move, the links of which the slowest counts.
     """
 
     phases: tuple[Phase, ...]
-    requests: tuple[PlanRequest, ...]
-    solutions: tuple[Solution, ...]
-    alone: tuple[Plan | None, ...]
+    alone: tuple[PhaseAlone, ...]
     devices: tuple[Devices, ...]
     links: tuple[tuple[Link, ...], ...]
 
@@ -72,12 +83,12 @@ class Job(NamedTuple):
     @property
     def spaces(self) -> list[ShardingSpace]:
         """The space of each phase."""
-        return [request.space for request in self.requests]
+        return [phase.request.space for phase in self.alone]
 
     @property
     def is_state(self) -> list[bool]:
         """Returns for each flat argument whether it goes from phase to phase."""
-        return self.requests[0].traced_function.is_state
+        return self.alone[0].request.traced_function.is_state
 
     @property
     def _state_bytes(self) -> int:
@@ -92,10 +103,7 @@ class Job(NamedTuple):
     @property
     def bound(self) -> float:
         """A bound from each phase alone: the least seconds, or the most steps, if moves took no time."""
-        least_s = [
-            max(solution.lower_bound - space.most_preference_s, 0.0)
-            for solution, space in zip(self.solutions, self.spaces, strict=True)
-        ]
+        least_s = [max(one.solution.lower_bound - one.request.space.most_preference_s, 0.0) for one in self.alone]
         if self.has_durations:
             return sum(
                 phase.duration_s / s if s else float("inf")
@@ -127,7 +135,7 @@ class Job(NamedTuple):
         if steps is not None or duration_s is None:
             return float(steps or 0)
         if not candidate.step_s:
-            name = self.requests[phase].options.hardware.name
+            name = self.alone[phase].request.options.hardware.name
             raise ValueError(
                 f"`Phase.duration_s` {duration_s!r} of phase {phase} has no number of steps: a step takes no time by "
                 f"the rates of the hardware {name!r}. Give `num_steps`, or hardware with rates."
@@ -153,8 +161,7 @@ class Job(NamedTuple):
     def plans(self, outcome: JobChoice) -> PhasePlans:
         """Writes an outcome down as plans."""
         plans, keys = {}, []
-        phases = zip(self.requests, self.solutions, self.alone, outcome.candidates, strict=True)
-        for request, solution, alone, candidate in phases:
+        for (request, solution, alone), candidate in zip(self.alone, outcome.candidates, strict=True):
             choice = candidate.choice
             key = id(request), choice
             keys.append(key)
@@ -203,36 +210,14 @@ def job_of(phases: Sequence[Phase], requests: Sequence[PlanRequest], move_link: 
         _links_between(i + 1, (phases[i], requests[i].options), (phases[i + 1], requests[i + 1].options), move_link)
         for i in range(len(phases) - 1)
     )
-    known: dict[int, _Alone] = {}
+    known: dict[int, PhaseAlone] = {}
     for i, request in enumerate(requests):
         if id(request) not in known:
             known[id(request)] = _solve_alone(i, request)
-    alone = [known[id(request)] for request in requests]
     devices = tuple(
         Devices(phase.devices, request.options.axis_sizes) for phase, request in zip(phases, requests, strict=True)
     )
-    return Job(
-        tuple(phases),
-        tuple(one.request for one in alone),
-        tuple(one.solution for one in alone),
-        tuple(one.plan for one in alone),
-        devices,
-        links,
-    )
-
-
-class _Alone(NamedTuple):
-    """A phase without regard to the others.
-
-    Attributes:
-      request: of the function; what is computed again is chosen already.
-      solution: its fastest step. The bound holds whatever is computed again.
-      plan: of the solution, where a search for what is computed again has made it; None without such a search.
-    """
-
-    request: PlanRequest
-    solution: Solution
-    plan: Plan | None
+    return Job(tuple(phases), tuple(known[id(request)] for request in requests), devices, links)
 
 
 def _is_same(one: Options, other: Options) -> bool:
@@ -240,7 +225,7 @@ def _is_same(one: Options, other: Options) -> bool:
     return (one.mesh, one.hardware, one.memory_limit_bytes) == (other.mesh, other.hardware, other.memory_limit_bytes)
 
 
-def _solve_alone(phase: int, request: PlanRequest) -> _Alone:
+def _solve_alone(phase: int, request: PlanRequest) -> PhaseAlone:
     options, space = request.options, request.space
     try:
         if options.remat is not None:
@@ -252,10 +237,10 @@ def _solve_alone(phase: int, request: PlanRequest) -> _Alone:
         )
     except InfeasibleError as error:
         raise InfeasibleError(f"Phase {phase}: {error}") from None
-    return _Alone(request, solution, None)
+    return PhaseAlone(request, solution, None)
 
 
-def _with_remat(request: PlanRequest, plan: Plan) -> _Alone:
+def _with_remat(request: PlanRequest, plan: Plan) -> PhaseAlone:
     """Returns the phase of a plan that computes something again, as a choice of the space of that function."""
     request = request.with_recomputed(plan)
     start = start_of(plan, request.space)
@@ -264,7 +249,7 @@ def _with_remat(request: PlanRequest, plan: Plan) -> _Alone:
     cost = float(evaluate(request.space.problem, choice).cost)
     bound = plan.lower_bound_s + request.space.most_preference_s
     solution = Solution(choice, cost, bound, relative_gap(cost, bound), True, 0.0, (), plan.status)
-    return _Alone(request, solution, plan)
+    return PhaseAlone(request, solution, plan)
 
 
 def _refuse_lost_changes(sentence: str) -> None:
