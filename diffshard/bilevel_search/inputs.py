@@ -2,9 +2,7 @@
 
 import inspect
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
 from typing import Any
 
 import jax
@@ -14,6 +12,7 @@ import optax
 from jax.core import Tracer
 
 from cost.base import Problem, is_forbidden, num_strategies
+from cost.real_numbers import real_number, whole_number
 from cost.validation import validate
 from diffshard.bilevel_search.base import BilevelState
 from search_spaces.base import Batch, LossySpace, Params, SearchSpace
@@ -27,24 +26,19 @@ Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 def as_real(number: Any) -> float | None:
     """Returns a real scalar as a float; None for anything else."""
-    if isinstance(number, bool | np.bool):
-        return None
-    if isinstance(number, Real):
-        return float(number)
-    is_scalar = isinstance(number, np.generic | np.ndarray | jax.Array) and number.ndim == 0
-    if is_scalar and any(jnp.issubdtype(number.dtype, kind) for kind in (jnp.floating, jnp.integer)):
-        return float(number)
-    return None
+    return real_number(_of_python(number))
 
 
 def as_whole(number: Any) -> int | None:
     """Returns an integer scalar as an int; None for anything else."""
-    if isinstance(number, bool | np.bool):
-        return None
-    try:
-        return operator.index(number)
-    except TypeError:
-        return None
+    return whole_number(_of_python(number))
+
+
+def _of_python(number: Any) -> Any:
+    """Returns a scalar of numpy or JAX as a number of Python; anything else as it is."""
+    is_scalar = isinstance(number, np.generic | np.ndarray | jax.Array) and number.ndim == 0
+    is_number = is_scalar and jnp.issubdtype(number.dtype, np.number)
+    return number.item() if is_number else number
 
 
 def checked_steps(choice_every: Any) -> int:

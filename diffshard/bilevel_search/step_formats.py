@@ -255,12 +255,13 @@ class TrainingSearch:
     def _begin(self, measured: Options, args: tuple[Any, ...], planned_args: tuple[Any, ...], kinds: Any) -> _Begun:
         """Traces the functions, and finds the fastest exact step and what groups gain there."""
         options, formats = self._options, self._formats
-        request = _request(options, planned_args)
+        traced = trace_call(options, call_of(options, planned_args, {}))
+        request = PlanRequest(options, traced, space_of(options, traced), time.perf_counter())
         if not request.space.as_program:
             raise ValueError(
                 "`formats` need an explicit program, and the function has operations that cannot be in one."
             )
-        traced, space = request.traced_function, request.space
+        space = request.space
         if formats.measured_fn is not None:
             traced = trace_call(measured, call_of(measured, args, {}))
             space = space_of(measured, traced)
@@ -368,11 +369,6 @@ def _are_finite(arrays: Any) -> jax.Array:
     """Returns for each array of a pytree whether all of its numbers are finite."""
     leaves = [x for x in jax.tree.leaves(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
     return jnp.array([jnp.all(jnp.isfinite(x)) for x in leaves], bool)
-
-
-def _request(options: Options, args: tuple[Any, ...]) -> PlanRequest:
-    traced = trace_call(options, call_of(options, args, {}))
-    return PlanRequest(options, traced, space_of(options, traced), time.perf_counter())
 
 
 def _check(fn: Any, mesh: Any, formats: Any) -> None:
