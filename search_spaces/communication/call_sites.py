@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from math import prod
 from typing import Any
 
@@ -17,7 +18,7 @@ from jax import lax
 from jax.extend import core
 
 from search_spaces.communication.base import CallSite, CollectiveOp, Path
-from search_spaces.replay import CALLS, REMAT, bind, context_of, scan_again, scan_operands, user_source, while_operands
+from search_spaces.replay import CALLS, REMAT, bind, evaluated, scan_again, scan_operands, user_source, while_operands
 
 _INNER = {**CALLS, **dict.fromkeys(REMAT, "jaxpr"), "scan": "jaxpr", "while": "body_jaxpr"}
 _CUSTOM_VJP = {"custom_vjp_call"}
@@ -174,18 +175,12 @@ class Interpreter:
         consts: Sequence[Any] = ()
         if isinstance(jaxpr, core.ClosedJaxpr):
             jaxpr, consts = jaxpr.jaxpr, jaxpr.consts
-        env: dict[core.Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, arguments, strict=True))
+        numbers = count()
 
-        def read(var: Any) -> Any:
-            return var.val if isinstance(var, core.Literal) else env[var]
+        def run(equation: core.JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+            return self._equation(equation, operands, key, (*path, next(numbers)))
 
-        for i, equation in enumerate(jaxpr.eqns):
-            operands = [read(var) for var in equation.invars]
-            with context_of(equation):
-                results = self._equation(equation, operands, key, (*path, i))
-            env.update(zip(equation.outvars, results, strict=True))
-        return [read(var) for var in jaxpr.outvars]
+        return evaluated(jaxpr, consts, arguments, run)
 
     @cached_property
     def _paths_to_call_sites(self) -> frozenset[Path]:
