@@ -176,6 +176,12 @@ def _pipelined(
     """Returns a step that runs as a pipeline, its plan, and where the arrays of the state are kept."""
     step = search(fn, devices, **options)
     plan, places = step.plan(fresh_state.shapes, *args), step.places(fresh_state.shapes, *args)
+    if len(places) > len(split((fresh_state.shapes, *args))[0]):
+        own = f", predicted_steps={plan.predicted_steps:g}" if plan.predicted_steps else ""
+        raise ValueError(
+            f"`init` must make the weights in all versions that the schedule {plan.schedule!r} reads, but it makes one "
+            f"of each. Give `lambda: diffshard.pipelines.delayed(fn{own}).with_versions(init(), *args)[0][0]`."
+        )
     of_state = zip(fresh_state.paths(STATE), places, strict=False)
     for path in (path for path, place in of_state if not place.is_replaced):
         raise ValueError(

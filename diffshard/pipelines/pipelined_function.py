@@ -184,10 +184,14 @@ class PipelinedFunction(Generic[PlanT]):
         return prepared.execution
 
     def places(self, *args: Any, **kwargs: Any) -> list[ArrayPlace]:
-        """Returns where each array of the arguments is kept, in the order in which JAX flattens them."""
+        """Returns where each array of the arguments is kept, in the order in which JAX flattens them.
+
+        With the schedule "2bw" the arguments are those of the first step, in which weights have all their versions.
+        """
         if self._has_static or self._has_limit:
             own, args, kwargs = self._bound_to(args, kwargs)
             return own.places(*args, **kwargs)
+        args, kwargs = self._with_versions(args, kwargs)
         execution, step = self.execution(*args, **kwargs), self._prepare(args, kwargs).found.step
         found, replaced_by = [], step.parts.replaced_by
         for position, segments in zip(step.segments.positions(), step.segments.arguments, strict=True):

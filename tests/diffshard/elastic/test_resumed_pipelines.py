@@ -1,5 +1,7 @@
 """A training that runs as a pipeline goes on from its checkpoint, on other devices and as another pipeline."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,9 +21,9 @@ def batch_of(number):
     return jax.tree.map(lambda x: np.roll(x, number, 0), arguments()[1])
 
 
-def resumed(directory, devices=4, fn=train_step, **options):
+def resumed(directory, devices=4, fn=train_step, init=init, pipeline=PIPELINE, **options):
     cluster = diffshard.Cluster.from_devices(jax.devices()[:devices], hardware="h100")
-    return diffshard.resume(directory, fn, cluster, init, batch_of(0), pipeline=PIPELINE, progress="none", **options)
+    return diffshard.resume(directory, fn, cluster, init, batch_of(0), pipeline=pipeline, progress="none", **options)
 
 
 def train(directory, until, devices):
@@ -52,6 +54,16 @@ def test_a_pipeline_goes_on_as_if_nothing_had_happened(tmp_path, monkeypatch):
     more, other = train(tmp_path, 4, 1)
     assert len(other.stages) == 1
     check_close([*losses, *more], expected)
+
+
+def test_a_pipeline_with_delayed_gradients_begins_with_all_versions_of_its_weights(tmp_path):
+    pipeline = replace(PIPELINE, schedules=("2bw",), predicted_steps=1.0, microbatches=4, max_stages=1)
+    with pytest.raises(ValueError, match="`init` must make the weights in all versions that the schedule '2bw' reads"):
+        resumed(tmp_path, 1, pipeline=pipeline)
+    delayed = diffshard.pipelines.delayed(train_step, predicted_steps=1.0)
+    with resumed(tmp_path, 1, init=lambda: delayed.with_versions(*arguments())[0][0], pipeline=pipeline) as training:
+        state, _ = training.step(training.restore(), batch_of(0))
+    assert jax.tree.structure(state) == jax.tree.structure(training.restore())
 
 
 def test_a_step_that_does_not_return_its_state_is_refused(tmp_path):

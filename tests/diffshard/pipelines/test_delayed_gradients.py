@@ -191,6 +191,10 @@ def test_a_pipeline_of_two_stages_runs_with_the_results_of_one_device(name, args
     slowest_s = max(4 * (stage.forward_s + stage.backward_s) + stage.end_s for stage in plan.stages)
     assert slowest_s <= plan.step_s * (1 + 1e-9)
     check_previous_versions_are_state(next(iter(pipelined._prepared.values())).found)
+    (all_versions, _), _ = pipelined._with_versions((state, batch), {})
+    replaced = [place.is_replaced for place in pipelined.places(state, batch)]
+    assert all(replaced[: len(jax.tree.leaves(all_versions))])
+    assert len(pipelined._prepared) == 1  # no other pipeline was searched
     one_device = jax.jit(diffshard.pipelines.delayed(train_step, predicted_steps=predicted_steps))
     expected = state
     applied = plan.apply(train_step, cluster)(jax.tree.map(jnp.copy, state), batch)
