@@ -141,7 +141,7 @@ Split = tuple[int, str]
 
 
 def tensor_splits(
-    arguments: Sequence[Argument], dimensions: Mapping[tuple[str, ...], int | None] | None = None
+    arguments: Sequence[Argument], dimensions: Mapping[tuple[str, ...], int | None]
 ) -> list[Split | None]:
     """Returns for each argument the dimension that Megatron splits, or None for those that every device holds whole.
 
@@ -154,7 +154,7 @@ def tensor_splits(
         for argument in arguments
         if argument.names[-2:-1] and _COLUMN_OF.get(_layer(argument.names)) == "heads" and len(argument.shape) >= 3
     }
-    splits = [_split(argument, query_heads, dimensions or {}) for argument in arguments]
+    splits = [_split(argument, query_heads, dimensions) for argument in arguments]
     return splits if any(splits) else _by_shape(arguments)
 
 

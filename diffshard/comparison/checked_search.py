@@ -76,9 +76,7 @@ def plan_by_shardy(request: PlanRequest) -> Plan:
     return replace(plan, notes=notes, search_s=time.perf_counter() - request.start_s)
 
 
-def plan_by_compiling(
-    target: Target, timeout_s: float, request: PlanRequest, executors: Sequence[Executor] = get_args(Executor)
-) -> Plan:
+def plan_by_compiling(target: Target, timeout_s: float, request: PlanRequest, executors: Sequence[Executor]) -> Plan:
     """Returns the plan whose compiled program is the fastest by the timeline, among those that fit the memory limit.
 
     Without a timeline it is the fastest by prediction. If nothing can be compiled, it is the found plan, with a note.

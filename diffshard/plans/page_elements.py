@@ -300,7 +300,7 @@ def plot(
     right: float,
     top: float,
     ends: tuple[str, str],
-    marks: Sequence[Mark] = (),
+    marks: Sequence[Mark],
     below: str = "",
 ) -> str:
     """Returns a drawing of curves.

@@ -141,9 +141,9 @@ class TracedFunction:
         return ()
 
 
-def trace_function(options: Options, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> TracedFunction:
+def trace_function(options: Options, args: Sequence[Any]) -> TracedFunction:
     """Traces the function for arguments that are arrays or `jax.ShapeDtypeStruct`; errors of JAX are passed on."""
-    return trace_call(options, call_of(options, args, kwargs or {}))
+    return trace_call(options, call_of(options, args, {}))
 
 
 def traced_measured_function(options: Options) -> tuple[Options, TracedFunction]:

@@ -168,7 +168,7 @@ class Look:
         mixed: MixedProducts,
         replaced: Sequence[tuple[int, int]],
         loss: int,
-        on_overflow: Callable[[int, int], None] | None = None,
+        on_overflow: Callable[[int, int], None],
     ):
         self._replaced, self._loss, self.mixed = tuple(replaced), loss, mixed
         self._on_overflow, self._step, self._slopes = on_overflow, jax.jit(mixed), jax.jit(jax.grad(self._late_loss))
@@ -183,7 +183,7 @@ class Look:
         Where a loss is not finite the calls run again, to count the operands that have no scale.
         """
         after, losses = self._run(self._step, weights, state, calls)
-        if self._on_overflow is not None and not np.all(np.isfinite(losses)):
+        if not np.all(np.isfinite(losses)):
             self._run(jax.jit(self.mixed.counting(self._on_overflow)), weights, state, calls)
             jax.effects_barrier()
         return after, losses

@@ -40,7 +40,7 @@ def described(state, batch=()):
 def split_dimensions(state, dimensions=None):
     """By the path of each array the dimension that Megatron splits."""
     arguments = described(state)
-    splits = tensor_splits(arguments, dimensions)
+    splits = tensor_splits(arguments, dimensions or {})
     return {"/".join(a.names): None if s is None else s[0] for a, s in zip(arguments, splits, strict=True)}
 
 
