@@ -20,9 +20,9 @@ from diffshard.pipelines.pipelined_function import PipelinedFunction
 from diffshard.pipelines.plan import PipelinePlan
 from diffshard.plans.comparison import Comparison
 from diffshard.processes import errors_for_all
+from diffshard.sharding_search.argument_names import argument_names
 from diffshard.sharding_search.mesh_candidates import mesh_of_all
 from diffshard.sharding_search.number_formats import carried_formats
-from diffshard.sharding_search.options import argument_names
 from diffshard.sharding_search.plan import Plan
 
 if TYPE_CHECKING:

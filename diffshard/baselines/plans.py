@@ -21,9 +21,10 @@ from diffshard.baselines.base import (
 from diffshard.plans.base import LogicalAxisRules
 from diffshard.plans.file import from_json, to_json
 from diffshard.processes import errors_for_all, processes_of
+from diffshard.sharding_search.argument_names import positions
 from diffshard.sharding_search.fingerprints import facts_of, run_facts
 from diffshard.sharding_search.logical_axes import checked_rules
-from diffshard.sharding_search.options import Options, options_of, positions
+from diffshard.sharding_search.options import Options, options_of
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planning import find_plan
 from diffshard.sharding_search.program_text import value_text

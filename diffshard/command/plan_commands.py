@@ -1,7 +1,6 @@
 """Commands on plans: they are searched, shown, run once, compared, and written as JSON or as a page."""
 
 import argparse
-import inspect
 import math
 import os
 import traceback
@@ -41,6 +40,7 @@ from diffshard.pipelines.plans import consistency as pipeline_file
 from diffshard.plans import file
 from diffshard.plans.documents import BILEVEL, PIPELINE, kind_of, read
 from diffshard.plans.printing import format_s
+from diffshard.sharding_search.argument_names import checked_arguments
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.planned_function import PlannedFunction
 
@@ -95,16 +95,20 @@ def search_plan(options: argparse.Namespace) -> int:
         make_devices(options, cluster)
     mesh, hardware = _mesh_and_hardware(options)
     function = named_function("MODULE:FUNCTION", options.function)
-    static_positions = _positions(function, options.static)
+    donated, static = _of_kind("donate", options.donate), _of_kind("static", options.static)
+    try:
+        by_kind = checked_arguments(function, {"static": (static["static_argnums"], static["static_argnames"])})
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     make_args = named_function("--args", options.args)
-    args = _arguments_of(make_args, static_positions)
+    args = _arguments_of(make_args, by_kind["static"].argnums)
     arrays = arrays_of(make_args) if runs_once else ()
     in_shardings = None if options.in_shardings is None else named_value("--in-shardings", options.in_shardings)
     more: dict[str, Any] = {
         "devices": cluster or options.devices, "hardware": hardware, "memory_limit_bytes": options.memory_limit,
         "solver": options.solver, "time_limit_s": options.time_limit, "key": options.seed,
         "in_shardings": in_shardings, "logical_axis_rules": options.logical_axis_rules, "executor": options.executor,
-        "donate_argnums": _positions(function, options.donate), "static_argnums": static_positions,
+        **donated, **static,
         "check": _compiler_of(options.check) if runs_once else options.check,
         "target": options.target, "cache": options.cache, "remat": options.remat,
         "state": options.state,
@@ -240,15 +244,10 @@ def _plan_of_search(path: str) -> Plan:
     return plan
 
 
-def _positions(function: Callable[..., Any], arguments: Sequence[int | str]) -> tuple[int, ...]:
-    """Returns the positions of arguments that are given by number or name."""
-    parameters = inspect.signature(function).parameters if arguments else {}
-    names = list(parameters)
-    is_open = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters.values())
-    for argument in arguments:
-        if argument not in names if isinstance(argument, str) else argument >= len(names) and not is_open:
-            raise UsageError(f"the function has no argument {argument!r}; it has {', '.join(names) or 'none'}")
-    return tuple(names.index(a) if isinstance(a, str) else a for a in arguments)
+def _of_kind(kind: str, arguments: Sequence[int | str]) -> dict[str, tuple[Any, ...]]:
+    """Returns the options of `search` for arguments of a kind that are given by number or name."""
+    numbers, names = (tuple(a for a in arguments if isinstance(a, form)) for form in (int, str))
+    return {f"{kind}_argnums": numbers, f"{kind}_argnames": names}
 
 
 def _arguments_of(function: Callable[[], Any], static: Sequence[int]) -> tuple[Any, ...]:

@@ -20,9 +20,9 @@ from diffshard.pipelines.microbatches import BatchArguments
 from diffshard.pipelines.options import PipelineOptions, donated_arrays
 from diffshard.pipelines.planned_pipeline import FoundPipeline
 from diffshard.processes import Processes
+from diffshard.sharding_search.argument_names import positional_names, signature_of
 from diffshard.sharding_search.call import array_paths, array_types, split
 from diffshard.sharding_search.numbers_check import FAULT, TwoRuns, coarsest_epsilon, on_one_device
-from diffshard.sharding_search.options import positional_names, signature_of
 from diffshard.staged_array import StagedArray
 
 Name = int | str
@@ -92,16 +92,11 @@ def without_static(options: PipelineOptions, values: Mapping[Name, Any]) -> Pipe
 
 
 def check_static(options: PipelineOptions) -> None:
-    """Checks that static arguments are not donated, have no batch, and are none where a loss is measured."""
+    """Checks that static arguments have no batch, and are none where a loss is measured."""
     names, batch = positional_names(signature_of(options.fn)), options.pipeline.batch
-    others = {
-        "donate_argnums": (*options.donate_argnums, *options.donate_argnames),
-        "Pipeline.batch_argnums": (*batch.argnums, *batch.argnames),
-    }
     static = {_name(names, place) for place in (*options.static_argnums, *options.static_argnames)}
-    for option, places in others.items():
-        for name in static & {_name(names, place) for place in places}:
-            raise ValueError(f"`static_argnums` and `{option}` share the argument {name!r}.")
+    for name in static & {_name(names, place) for place in (*batch.argnums, *batch.argnames)}:
+        raise ValueError(f"`static_argnums` and `Pipeline.batch_argnums` share the argument {name!r}.")
     if static and options.pipeline.loss_limit is not None:
         raise ValueError(
             "`Pipeline.loss_limit` cannot be given together with static arguments, such as the graphs of nnx modules, "

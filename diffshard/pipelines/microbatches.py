@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from cost.real_numbers import Count, checked_number
-from diffshard.sharding_search.call import Structure, abstract_array, abstract_split, array_paths, split
-from diffshard.sharding_search.options import (
+from diffshard.sharding_search.argument_names import (
     argument_names,
     checked_positions,
     names_by_position,
@@ -19,6 +18,7 @@ from diffshard.sharding_search.options import (
     positions,
     signature_of,
 )
+from diffshard.sharding_search.call import Structure, abstract_array, abstract_split, array_paths, split
 from diffshard.sharding_search.tracing import lost_changes, warn_of_lost_changes
 from search_spaces.pipelines.batch_flow import batch_flow
 from search_spaces.pipelines.batch_states import DivisionError

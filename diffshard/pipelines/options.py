@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -22,16 +22,15 @@ from diffshard.pipelines.base import Pipeline
 from diffshard.pipelines.plans.base import ArgumentRoles, PipelinePlanData, ResidualUse
 from diffshard.plans.base import Executor, LogicalAxisRules
 from diffshard.plans.printing import format_count, format_s
-from diffshard.sharding_search.call import are_arrays, split
-from diffshard.sharding_search.logical_axes import checked_rules, logical_axes_of, spec_by_rules
-from diffshard.sharding_search.options import (
-    Remat,
-    check_is_argument,
-    check_remat,
-    checked_positions,
+from diffshard.sharding_search.argument_names import (
+    NamedArguments,
+    checked_arguments,
     positional_names,
     signature_of,
 )
+from diffshard.sharding_search.call import are_arrays, split
+from diffshard.sharding_search.logical_axes import checked_rules, logical_axes_of, spec_by_rules
+from diffshard.sharding_search.options import Remat, check_remat
 from diffshard.sharding_search.plan import Plan
 from diffshard.sharding_search.request import PlanRequest
 from diffshard.solving.solve import DEFAULT_SOLVER, check_solver_options
@@ -115,10 +114,10 @@ def pipeline_options(
         raise TypeError(f"`pipeline` must be a diffshard.Pipeline, not {pipeline!r}.")
     if not callable(fn):
         raise TypeError(f"`fn` must be a function, not {type(fn).__name__}.")
-    donated, static = (
-        checked_arguments(fn, kind, options.pop(f"{kind}_argnums", ()), options.pop(f"{kind}_argnames", ()))
-        for kind in ("donate", "static")
-    )
+    by_kind = {
+        kind: (options.pop(f"{kind}_argnums", ()), options.pop(f"{kind}_argnames", ())) for kind in ("donate", "static")
+    }
+    donated, static = (_in_both_forms(fn, named) for named in checked_arguments(fn, by_kind).values())
     batch, cluster = pipeline.batch, checked_cluster(devices, hardware)
     if "offload" in pipeline.residuals:
         hardware = [hosts.device for hosts in cluster.kinds]
@@ -188,34 +187,11 @@ def memory_limit_of(options: PipelineOptions, kind: int) -> float:
     return own if options.memory_limit_bytes is None else options.memory_limit_bytes
 
 
-class NamedArguments(NamedTuple):
-    """Arguments by position and by name; those that have both are in both, as calls may give them."""
-
-    argnums: tuple[int, ...]
-    argnames: tuple[str, ...]
-
-
-def checked_arguments(
-    fn: Callable[..., Any], kind: str, numbers: Sequence[Any], names: Sequence[Any]
-) -> NamedArguments:
-    """Returns arguments that are given by position and by name, of a kind such as "donate"."""
-    found = checked_positions(f"{kind}_argnums", numbers)
-    signature = signature_of(fn)
-    if signature is None:
-        return NamedArguments(found, tuple(names))
-    named = positional_names(signature)
-    takes_any = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
-    function = getattr(fn, "__name__", "the function")
-    for number in found:
-        if number >= len(named) and not takes_any:
-            raise ValueError(
-                f"`{kind}_argnums` {found} names a position that the {len(named)} arguments of {function} do not have."
-            )
-    for name in names:
-        check_is_argument(f"{kind}_argnames", name, signature, function)
-    all_names = [*names, *(named[number] for number in found if number < len(named))]
-    all_numbers = [*found, *(named.index(name) for name in names if name in named)]
-    return NamedArguments(tuple(dict.fromkeys(all_numbers)), tuple(dict.fromkeys(all_names)))
+def _in_both_forms(fn: Callable[..., Any], named: NamedArguments) -> NamedArguments:
+    """Returns arguments with the names of those that have a position as well, as calls may give them."""
+    by_position = positional_names(signature_of(fn))
+    names = [by_position[number] for number in named.argnums if number < len(by_position)]
+    return NamedArguments(named.argnums, (*named.argnames, *names))
 
 
 def checked_cluster(devices: Any, hardware: Any) -> Cluster:

@@ -32,10 +32,10 @@ from diffshard.pipelines.search import find_pipeline
 from diffshard.plans.page_elements import NOT_PLANNED, planned_function_element
 from diffshard.plans.printing import format_bytes, format_count, format_s
 from diffshard.processes import Processes, errors_for_all, processes_of
+from diffshard.sharding_search.argument_names import positional_names, signature_of
 from diffshard.sharding_search.call import array_types, jax_settings, split
 from diffshard.sharding_search.fingerprints import check_facts
 from diffshard.sharding_search.mesh_candidates import mesh_of_all
-from diffshard.sharding_search.options import positional_names, signature_of
 
 PlanT = TypeVar("PlanT", bound=PipelinePlanData)
 FindPipeline = Callable[[PipelineOptions, Sequence[Any], Mapping[str, Any], Processes, LiveLine], FoundPipeline]

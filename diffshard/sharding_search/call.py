@@ -15,8 +15,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from diffshard.plans.base import LogicalAxes
+from diffshard.sharding_search.argument_names import names_by_position
 from diffshard.sharding_search.logical_axes import logical_axes_of, spec_by_rules
-from diffshard.sharding_search.options import Options, names_by_position
+from diffshard.sharding_search.options import Options
 from diffshard.staged_array import StagedArray
 from search_spaces.sharding.given import carried_spec, given_specs
 

@@ -1,7 +1,7 @@
 """What `search` was asked for, checked before anything is traced."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -11,11 +11,19 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from cost.base import Hardware
 from cost.presets import hardware_of, preset_of_mesh
-from cost.real_numbers import Limit, checked_number, whole_number
+from cost.real_numbers import Limit, checked_number
 from diffshard.base import Deadline, Solver, checked_mesh
 from diffshard.host_memory import check_host_memory
 from diffshard.live_progress import ProgressDisplay
 from diffshard.plans.base import Executor, LogicalAxisRules, PlanData
+from diffshard.sharding_search.argument_names import (
+    argument_names,
+    checked_arguments,
+    function_name,
+    positional_names,
+    positions,
+    signature_of,
+)
 from diffshard.sharding_search.mesh_candidates import LevelNames, MeshCandidate
 from diffshard.sharding_search.number_formats import Formats, check_formats
 from diffshard.sharding_search.step_objective import StepCost
@@ -103,22 +111,11 @@ class Options:
             check_open_prefix(self.in_shardings, LevelNames.names, _LEAVES_MESH_OPEN)
         else:
             check_prefix(self.in_shardings, self.mesh)
-        for kind in ("donate", "static"):
-            numbers, names = getattr(self, f"{kind}_argnums"), getattr(self, f"{kind}_argnames")
-            numbers = checked_positions(f"{kind}_argnums", numbers)
-            by_number = [self._number_of(name, f"{kind}_argnames") for name in names]
-            numbers = (*numbers, *(n for n in by_number if n is not None and n not in numbers))
-            names = tuple(name for name, n in zip(names, by_number, strict=True) if n is None)
-            object.__setattr__(self, f"{kind}_argnums", numbers)
-            object.__setattr__(self, f"{kind}_argnames", names)
-        if set(self.donate_argnames) & set(self.static_argnames):
-            raise ValueError(
-                f"`donate_argnames` {self.donate_argnames} and `static_argnames` {self.static_argnames} share a name."
-            )
-        if set(self.donate_argnums) & set(self.static_argnums):
-            raise ValueError(
-                f"`donate_argnums` {self.donate_argnums} and `static_argnums` {self.static_argnums} share a position."
-            )
+        by_kind = {"donate": (self.donate_argnums, self.donate_argnames)}
+        by_kind["static"] = self.static_argnums, self.static_argnames
+        for kind, named in checked_arguments(self.fn, by_kind).items():
+            object.__setattr__(self, f"{kind}_argnums", named.argnums)
+            object.__setattr__(self, f"{kind}_argnames", named.argnames)
         object.__setattr__(self, "memory_limit_bytes", limit)
 
     def deadline(self) -> Deadline:
@@ -128,7 +125,7 @@ class Options:
     @property
     def function_name(self) -> str:
         """The function's name in plans and messages."""
-        return getattr(self.fn, "__qualname__", None) or getattr(self.fn, "__name__", None) or type(self.fn).__name__
+        return function_name(self.fn)
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -174,13 +171,6 @@ class Options:
     def _has_position(self, name: str, numbers: Sequence[int]) -> bool:
         return name in self.positional_names and self.positional_names.index(name) in numbers
 
-    def _number_of(self, name: Any, argument: str) -> int | None:
-        """Returns the position of an argument with a name; None if it is taken by keyword only."""
-        if name in self.positional_names:
-            return self.positional_names.index(name)
-        check_is_argument(argument, name, self.signature, self.function_name)
-        return None
-
 
 def options_of(
     fn: Callable[..., Any],
@@ -212,29 +202,6 @@ def in_one_form(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: forms[name](value) if name in forms else value for name, value in options.items()}
 
 
-def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:
-    """Returns a function's signature; None for built-in functions, which have none."""
-    try:
-        return inspect.signature(fn)
-    except (TypeError, ValueError):
-        return None
-
-
-def positional_names(signature: inspect.Signature | None) -> list[str]:
-    """Returns the names of the parameters that have a position, in order."""
-    parameters = () if signature is None else signature.parameters.values()
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-
-def names_by_position(signature: inspect.Signature | None, count: int) -> list[str]:
-    """Returns the names of the first arguments of a function: those of `*batch` are `batch[0]`, `batch[1]`."""
-    names = positional_names(signature)[:count]
-    parameters = () if signature is None else signature.parameters.values()
-    for rest in (p.name for p in parameters if p.kind is p.VAR_POSITIONAL):
-        return [*names, *(f"{rest}[{i}]" for i in range(count - len(names)))]
-    return [*names, *(f"argument_{i}" for i in range(len(names), count))]
-
-
 def hardware_for(hardware: Hardware | str | None, mesh: Mesh | AbstractMesh) -> Hardware:
     """Returns the hardware of a name, or of the mesh's devices if there is none.
 
@@ -249,20 +216,6 @@ def hardware_for(hardware: Hardware | str | None, mesh: Mesh | AbstractMesh) -> 
     if not isinstance(hardware, Hardware):
         raise TypeError(f"`hardware` must be a Hardware, a preset's name or None, not {type(hardware).__name__}.")
     return hardware
-
-
-def positions(argnums: Any) -> tuple[Any, ...]:
-    """Returns positions of arguments as a tuple; a single one may be given as a number, and None is none."""
-    if isinstance(argnums, Iterable) and not isinstance(argnums, str):
-        return tuple(argnums)
-    return () if argnums is None else (argnums,)
-
-
-def argument_names(argnames: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Returns names of arguments as a tuple; a single one may be given as text, and None is none."""
-    if isinstance(argnames, str):
-        return (argnames,)
-    return tuple(argnames) if isinstance(argnames, Iterable) else () if argnames is None else (argnames,)
 
 
 def with_automatic_axes(mesh: Mesh | AbstractMesh) -> Any:
@@ -313,16 +266,6 @@ def _check_start(start: Any) -> None:
         )
 
 
-def check_is_argument(option: str, name: Any, signature: inspect.Signature | None, function: str) -> None:
-    """Raises `ValueError` unless a function may have an argument of a name that an option gives."""
-    parameters = {} if signature is None else signature.parameters
-    takes_any = signature is None or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if not isinstance(name, str) or (name not in parameters and not takes_any):
-        raise ValueError(
-            f"`{option}` has {name!r}, which is no argument of {function}; it has {', '.join(parameters)}."
-        )
-
-
 def check_remat(remat: Any) -> None:
     """Raises `ValueError` unless `remat` is one of its values."""
     if remat is not None and remat not in get_args(Remat):
@@ -340,14 +283,3 @@ def _check_mesh(mesh: Any) -> None:
     for axis, size in mesh.shape.items():
         if size < 1:
             raise ValueError(f"`mesh` must have a device or more along each axis; {axis!r} has {size}.")
-
-
-def checked_positions(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
-    """Returns positions of arguments as integers."""
-    checked = [whole_number(number) for number in numbers]
-    if any(number is None or number < 0 for number in checked):
-        raise ValueError(
-            f"`{name}` must be positions of arguments, 0 or more, not {tuple(numbers)!r}; "
-            f"`{name[:-4]}names` takes names."
-        )
-    return tuple(number for number in checked if number is not None)

@@ -341,7 +341,7 @@ class Plan(PlanData, Paged):
                     state="offload" if self.offloads_state else None,
                 )
             except ValueError as error:
-                if "_argnames` has" not in str(error):
+                if "_argn" not in str(error):
                     raise
                 advice = " Give it to a function of modules by `diffshard.nnx.apply`." * ("nnx_graph" in str(error))
                 raise PlanError(f"The plan does not fit the function: {error}{advice}") from None

@@ -130,9 +130,9 @@ def test_messages_name_the_options_of_the_command(module, capsys):
     assert search("--in-shardings", "user_module:bad_shardings") == 2
     assert "`--in-shardings`[0] must be a PartitionSpec" in capsys.readouterr().err
     assert search("--donate", "0", "--static", "0") == 2
-    assert "`--donate` (0,) and `--static` (0,) share a position" in capsys.readouterr().err
+    assert "`--donate` (0,) and `--static` (0,) share the argument 'w'" in capsys.readouterr().err
     assert search("--donate", "state") == 2
-    assert "the function has no argument 'state'; it has w, x" in capsys.readouterr().err
+    assert "`--donate` has 'state', which is no argument of step; it has w, x" in capsys.readouterr().err
     assert search("--logical-axis-rules", "embed=modle") == 2
     assert "`--logical-axis-rules` has the mesh axis 'modle'" in capsys.readouterr().err
     assert search("--memory-limit", "100B", args="large_state") == 1
@@ -179,8 +179,8 @@ def test_usage_errors_have_code_2(module, capsys, words, said):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--static", "5"], "the function has no argument 5; it has w, x"),
-        (["--donate", "7"], "the function has no argument 7; it has w, x"),
+        (["--static", "5"], "`--static` (5,) names a position that the 2 arguments of step with a position"),
+        (["--donate", "7"], "`--donate` (7,) names a position that the 2 arguments of step with a position"),
         (["--in-shardings", "user_module:step"], "--in-shardings: step is called without arguments, but needs w, x"),
     ],
 )

@@ -80,7 +80,7 @@ def test_a_bound_step_is_called_with_its_constants_in_their_places():
         (
             {"static_argnames": "is_remat", "donate_argnums": 1},
             ValueError,
-            "`static_argnums` and `donate_argnums` share the argument 'is_remat'",
+            "`donate_argnums` \\(1,\\) and `static_argnames` \\('is_remat',\\) share the argument 'is_remat'",
         ),
         ({"static_argnums": 7}, ValueError, r"`static_argnums` \(7,\) names a position that the 3 arguments of step"),
         ({"static_argnames": "size"}, ValueError, "`static_argnames` has 'size', which is no argument of step"),

@@ -141,8 +141,8 @@ def test_a_plan_with_keywords_is_saved_and_applied(tmp_path):
             r"`static_argnames` has 'powr'.*it has params, x, scale, offset, power",
         ),
         ({"donate_argnames": ("x", "y")}, ValueError, "`donate_argnames` has 'y'"),
-        ({"donate_argnames": "power", "static_argnames": "power"}, ValueError, "share a name"),
-        ({"donate_argnums": 2, "static_argnames": "scale"}, ValueError, "share a position"),
+        ({"donate_argnames": "power", "static_argnames": "power"}, ValueError, "share the argument 'power'"),
+        ({"donate_argnums": 2, "static_argnames": "scale"}, ValueError, "share the argument 'scale' of"),
     ],
 )
 def test_names_of_arguments_are_checked(options, error, message):

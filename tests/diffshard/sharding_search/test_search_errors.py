@@ -49,7 +49,7 @@ def test_foreign_files_are_refused(tmp_path, text, message):
         ({"hardware": SLOW, "in_shardings": ("x",)}, TypeError, r"`in_shardings\[0\]`"),
         ({"hardware": SLOW, "in_shardings": PartitionSpec("x", "x")}, ValueError, "'x' splits two"),
         ({"hardware": SLOW, "solver": 5}, ValueError, "`solver`"),
-        ({"hardware": SLOW, "donate_argnums": 1, "static_argnums": 1}, ValueError, "share a position"),
+        ({"hardware": SLOW, "donate_argnums": 1, "static_argnums": 1}, ValueError, "share the argument"),
         ({"hardware": SLOW, "donate_argnums": 1.5}, ValueError, r"`donate_argnums` must be positions.*\(1.5,\)"),
         ({"hardware": SLOW, "static_argnums": "0"}, ValueError, "`static_argnums` must be positions"),
         ({"hardware": SLOW, "donate_argnums": "state"}, ValueError, r"not \('state',\); `donate_argnames` takes"),
