@@ -255,6 +255,8 @@ class Hardware:
     measured: MeasuredRates = NOT_MEASURED
 
     def __post_init__(self):
+        if not isinstance(self.name, str):
+            raise TypeError(f"`Hardware.name` must be text, such as 'my devices', not {self.name!r}.")
         for name in ("memory_bytes_per_s", "memory_bytes"):
             checked_number(f"Hardware.{name}", getattr(self, name), _RATE)
         checked_number("Hardware.exposed_share", self.exposed_share, Share)

@@ -307,3 +307,8 @@ def test_the_exposed_share_is_a_share(share):
 def test_a_preset_asks_for_the_sizes_of_axes_where_it_is_given_a_mesh():
     with pytest.raises(TypeError, match=r"`mesh_axes` must map .* `dict\(mesh.shape\)` does, not AbstractMesh"):
         preset("h100", AbstractMesh((2,), ("data",)))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_name_that_is_no_text_is_refused():
+    with pytest.raises(TypeError, match=r"`Hardware.name` must be text, such as 'my devices', not None"):
+        Hardware(name=None, flops_per_s=1e12, memory_bytes_per_s=1e12, memory_bytes=1e9, links={})  # type: ignore[arg-type]
