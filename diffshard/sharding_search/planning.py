@@ -14,7 +14,7 @@ import numpy as np
 from cost.base import FORBIDDEN, Problem
 from cost.evaluation import evaluate, format_excess
 from cost.memory import least_memory
-from diffshard.base import OPTIMAL_GAP, Deadline, InfeasibleError, Progress, Solution
+from diffshard.base import Deadline, InfeasibleError, Progress, Solution
 from diffshard.outer_search import CutOffError
 from diffshard.plans.base import Operation, PlannedObjective, PredictedCollective, Tensor
 from diffshard.plans.printing import short_name
@@ -48,6 +48,9 @@ from search_spaces.sharding.memory import lifetimes_of
 from search_spaces.sharding.space import ShardingSpace
 from search_spaces.sharding.step_quantities import computing_of
 
+PLAN_GAP = 1e-4
+"""The gap to the bound at which a search for a plan ends: predictions of seconds are far less exact."""
+
 LAST_PROBLEM_SHARE = 0.9
 """The share of the time limit after which no further problem is begun: presolve alone can take what is left."""
 
@@ -79,7 +82,7 @@ def find_plan(request: PlanRequest) -> Plan:
 
 
 def fastest_choice(
-    request: PlanRequest, deadline: Deadline, start: np.ndarray | None = None, stop_gap: float = OPTIMAL_GAP
+    request: PlanRequest, deadline: Deadline, start: np.ndarray | None = None, stop_gap: float = PLAN_GAP
 ) -> Solution:
     """Returns the choice of a request's space with the fastest step that was found within the options' limits.
 
@@ -148,7 +151,7 @@ def solve_problem_of(
     space: ShardingSpace,
     start: np.ndarray | None,
     progress: Progress | None,
-    stop_gap: float = OPTIMAL_GAP,
+    stop_gap: float = PLAN_GAP,
 ) -> Solution:
     """Solves a problem of a function's space, equal layers alike where that costs next to nothing."""
     problem = problem._replace(memory_limit=options.memory_limit_bytes)
