@@ -295,10 +295,10 @@ def resolve(solver: str | Solver) -> Solver:
     """Returns the solver of a name; a function is returned as it is.
 
     Raises:
-      ValueError: no solver has this name.
+      ValueError: no solver has this name, or it is a class.
       TypeError: the function takes other arguments than a `Solver`.
     """
-    if callable(solver):
+    if callable(solver) and not isinstance(solver, type):
         _check_arguments(solver)
         return solver
     if solver not in solver_names():

@@ -44,6 +44,7 @@ def test_unknown_solvers_are_refused_with_those_that_exist():
     ("words", "said"),
     [
         ({"solver": 3}, "`solver` must be one of .*, or a function; got 3"),
+        ({"solver": int}, "`solver` must be one of .*, or a function; got <class 'int'>"),
         ({"key": "x"}, "`key` must be a seed below 2\\^63, a JAX random key or None, got 'x'"),
         ({"time_limit_s": "3"}, "`time_limit_s` must be a positive number of seconds or None, not '3'"),
         ({"stop_gap": math.nan}, "`stop_gap` must be a number, zero or more, not nan"),
