@@ -45,6 +45,10 @@ DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeErro
 _T = TypeVar("_T")
 
 
+class _VersionError(PlanError):
+    """A file, or a plan inside of it, is of another version than this diffshard reads."""
+
+
 def text_of(document: Mapping[str, Any]) -> str:
     """Returns JSON values as the text of a file, with their checksum."""
     whole = {**document, _CHECKSUM: checksum_of(document)}
@@ -105,7 +109,7 @@ def content(document: Any, name: str, kind: str, version: int) -> dict[str, Any]
     if own_kind != kind:
         raise PlanError(f"`{name}` is not a plan file of diffshard: its `format` is not {kind!r}.")
     if type(document.get("version")) is not int or document["version"] != version:
-        raise PlanError(
+        raise _VersionError(
             f"`{name}` has the plan version {document.get('version')!r}; this diffshard reads version {version}. "
             "Update diffshard, or make the plan again."
         )
@@ -123,6 +127,8 @@ def made_of(document: Any, name: str, kind: str, version: int, make: Callable[[d
         with rare_collections():
             made = make(values)
             check_checksum(document)
+    except _VersionError as error:  # of a plan inside
+        raise _VersionError(f"`{name}` was made by another version of diffshard: {error}") from None
     except DAMAGE as error:
         reason = str(error) if isinstance(error, TypeError | ValueError) else f"{type(error).__name__}: {error}"
         raise PlanError(f"`{name}` is a damaged plan: {reason}.") from None

@@ -13,9 +13,11 @@ import pytest
 from cost.base import CollectiveKind, Hardware, Link
 from cost.lines import Line
 from diffshard.base import PlanError
+from diffshard.elastic import Budget
 from diffshard.plans.file import from_json, to_json
 from diffshard.plans.sections import MemoryProfile, PredictedComputing
 from diffshard.sharding_search.plan import Plan
+from tests.diffshard.plans.small_files import budget
 from tests.diffshard.plans.small_plan import small_plan
 
 
@@ -107,6 +109,13 @@ def test_lines_by_kind_are_saved_and_links_without_a_latency_are_damage():
 def test_other_versions_are_refused(version):
     with pytest.raises(PlanError, match=r"reads version 4\. Update diffshard, or make the plan again"):
         from_json(to_json(small_plan()) | {"version": version}, "plan.json", Plan)
+
+
+def test_a_budget_with_a_plan_of_another_version_is_not_called_damaged():
+    document = Budget._file.to_json(budget())
+    document["chosen"]["plans"][0]["version"] = 3
+    with pytest.raises(PlanError, match=r"`b\.json` was made by another version of diffshard: .* the plan version 3; "):
+        Budget._file.from_json(document, "b.json", Budget)
 
 
 @pytest.mark.parametrize(
