@@ -18,7 +18,7 @@ from diffshard.sharding_search.argument_names import (
     positions,
     signature_of,
 )
-from diffshard.sharding_search.call import Structure, abstract_array, abstract_split, array_paths, split
+from diffshard.sharding_search.call import Structure, abstract_array, abstract_split, array_paths, check_rows, split
 from diffshard.sharding_search.tracing import lost_changes, warn_of_lost_changes
 from search_spaces.pipelines.batch_flow import batch_flow
 from search_spaces.pipelines.batch_states import DivisionError
@@ -187,7 +187,8 @@ def traced_call(
     """Traces a function for some arguments, arrays or their shapes.
 
     Raises:
-      ValueError: an argument that has the batch is missing, or `count` does not divide it; names the argument.
+      ValueError: an argument that has the batch is missing, `count` does not divide it, or it has no rows; names the
+        argument.
     """
     arrays, structure = split((tuple(args), dict(kwargs)))
     given = given_arguments(fn, args, kwargs)
@@ -203,6 +204,7 @@ def traced_call(
             f"`{_batch_name(count_name)}` {batch.argnums} must name arguments with arrays that have a leading "
             "dimension, the batch."
         )
+    check_rows([paths[i] for i in of_batch], [arrays[i] for i in of_batch])
 
     name = getattr(fn, "__name__", "the function")
     argument_of = [argument.name for argument in given for _ in array_paths(argument.name, argument.value)]

@@ -229,6 +229,15 @@ def is_random_key(array: jax.ShapeDtypeStruct) -> bool:
     return jnp.issubdtype(array.dtype, jax.dtypes.prng_key) or (array.dtype == jnp.uint32 and array.shape == (2,))
 
 
+def check_rows(paths: Sequence[str], arrays: Sequence[Any]) -> None:
+    """Raises `ValueError` if all arrays of a batch have the leading dimension 0; names the first one."""
+    if arrays and not any(array.shape[0] for array in arrays):
+        raise ValueError(
+            f"The batch must have rows, but `{paths[0]}` has the shape {arrays[0].shape}. Give arguments of the shapes "
+            "that steps will have."
+        )
+
+
 def array_types(leaves: Iterable[Any]) -> tuple[ArrayType, ...]:
     """Returns shape, dtype and weakness of each array."""
     arrays = map(abstract_array, leaves)

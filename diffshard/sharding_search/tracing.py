@@ -27,6 +27,7 @@ from diffshard.sharding_search.call import (
     abstract_split,
     array_paths,
     call_of,
+    check_rows,
     is_random_key,
     plain,
     split,
@@ -170,7 +171,7 @@ def trace_call(options: Options, call: Call, report_lost: ReportLostChanges = wa
     `report_lost` is told which arguments the function changes in place without returning them.
 
     Raises:
-      ValueError: an array or a loop is too large for any device.
+      ValueError: an array or a loop is too large for any device, or the batch has no rows.
     """
     results: list[tuple[Structure, tuple[str, ...], list[int | None]]] = []
     names = [call.parameters[number] for number in call.numbers]
@@ -191,6 +192,8 @@ def trace_call(options: Options, call: Call, report_lost: ReportLostChanges = wa
     graph = build_graph(jaxpr, feedback, call.paths)
     check_sizes(graph)
     traced_function = TracedFunction(jaxpr, graph, call, result, out_paths)
+    loaded = sorted(traced_function.loaded)
+    check_rows([call.paths[i] for i in loaded], [call.arrays[i] for i in loaded])
     if options.state is None:
         return traced_function
     return traced_again(traced_function, RematerialisedFunction(early_updates(graph), frozenset()))

@@ -168,6 +168,8 @@ def test_a_batch_that_nothing_divides_is_refused():
     pipelined = diffshard.search(train_step, cluster, pipeline=diffshard.Pipeline(microbatches=(3, 5)))
     with pytest.raises(ValueError, match=r"`Pipeline.microbatches` must divide the batch; got 3"):
         pipelined.plan(*arguments())
+    with pytest.raises(ValueError, match=r"The batch must have rows, but `x` has the shape \(0, 8\)"):
+        diffshard.search(lambda w, x: w - x.sum(), cluster, pipeline=PIPELINE).plan(jnp.ones(8), jnp.ones((0, 8)))
 
 
 def test_an_error_names_the_least_memory_that_would_do_and_the_stage_that_needs_it():

@@ -101,6 +101,16 @@ def test_given_sharding_that_does_not_divide_is_refused():
         step.plan(jnp.zeros(7))
 
 
+def test_a_batch_without_rows_is_refused():
+    def step(weights, batch):
+        return weights - jax.grad(lambda weights: jnp.sum(batch["x"] @ weights))(weights)
+
+    searched = diffshard.search(step, mesh_2x2(), hardware=SLOW)
+    with pytest.raises(ValueError, match=r"The batch must have rows, but `batch\['x'\]` has the shape \(0, 4\)\. Give"):
+        searched.plan(jnp.ones((4, 2)), {"x": jnp.ones((0, 4))})
+    searched.plan(jnp.ones((4, 2)), {"x": jnp.ones((8, 4)), "empty": jnp.ones(0)})
+
+
 def test_shardings_on_another_mesh_are_refused():
     other = jax.make_mesh((2, 4), ("x", "y"), (AxisType.Auto,) * 2)
     with pytest.raises(ValueError, match="not on `mesh`"):

@@ -96,6 +96,8 @@ def test_wrong_arguments_are_named():
         diffshard.pipelines.in_microbatches(numbered, 2, batch_argnums=(1, 2))(WEIGHTS, X)
     with pytest.raises(ValueError, match="must name arguments with arrays that have a leading dimension"):
         diffshard.pipelines.in_microbatches(lambda x, key: x, 2)(X, KEY)
+    with pytest.raises(ValueError, match=r"The batch must have rows, but `x` has the shape \(0, 6, 12\)"):
+        diffshard.pipelines.in_microbatches(numbered, 2)(WEIGHTS, X[:0])
 
 
 @pytest.mark.parametrize(
