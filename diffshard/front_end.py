@@ -146,7 +146,7 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
         Operations that could be split but have no form on one device's part run whole in a program; notes name them.
       check: which compiler judges the plan, None for none, or "numbers", or both in a tuple. "shardy" runs Shardy's
         partitioner, which takes a second or more, and notes in the plan where it would send other bytes. "compile"
-        compiles the found plan under each executor, and experts' plans, in processes of their own; it returns the one
+        compiles the found plan under each executor, and baselines, in processes of their own; it returns the one
         whose program is the fastest by its timeline and fits the memory limit by XLA's number, with a table of all in
         `plan.comparison`. That takes a few minutes, and needs the extra `gpu-compile`. With `remat` it goes on to
         choices that keep less until one fits. "numbers" runs the first call for each set of shapes in two ways: as its

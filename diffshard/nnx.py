@@ -216,7 +216,7 @@ def compare(
 
 
 def baseline_plans(fn: Callable[..., Any], mesh: Mesh | AbstractMesh, *args: Any, **options: Any) -> "BaselinePlans":
-    """Makes the plans that experts write by hand, as `diffshard.baselines.baseline_plans` for functions of arrays.
+    """Makes plans by hand for comparison, as `diffshard.baselines.baseline_plans` for functions of arrays.
 
     >>> plans = diffshard.nnx.baseline_plans(train_step, mesh, model, optimizer, batch)
     >>> step = diffshard.nnx.apply(plans["fsdp"], train_step)

@@ -3,8 +3,8 @@
 By the question that they answer (`docs/measured` has their tables):
 
 - Do plans compute the same, and are they good? `equal_results.py`, `known_good.py`, and beside plans by hand
-  (`experts.py`) `peers.py`; by the time of compiled programs `timeline.py`, with its models in `timeline_models.py` and
-  its rows in `timeline_table.py`; `schedule.py` for what a program's schedule is worth. `demo.py` shows one plan.
+  (`hand_plans.py`) `peers.py`; by the time of compiled programs `timeline.py`, with its models in `timeline_models.py`
+  and its rows in `timeline_table.py`; `schedule.py` for what a program's schedule is worth. `demo.py` shows one plan.
 - Are predictions true? `truth.py` for bytes and memory, `compute_prediction.py` for computing, `collectives.py` for
   links, `calibration.py` for arithmetic, `encoding_seconds.py` for codes.
 - How good and how fast is the search? `speed.py`, `solvers.py`, `iopddl.py` and `placement.py`, on problems that

@@ -17,7 +17,7 @@ from flax import linen as nn
 import diffshard
 from diffshard.checks.kernel_work import achievable_rates
 from diffshard.checks.timeline import COMPUTE, simulate
-from experiments import experts
+from experiments import hand_plans
 from experiments.host_devices import parse_mesh
 from experiments.models import convnet, decoder, dlrm, gpt, mlp, moe, resnet, scanned_layers
 from experiments.models.model import Model, abstract_arguments
@@ -49,7 +49,7 @@ CASES: dict[str, tuple[Callable[[], Model], tuple[str, ...]]] = {
 }
 """Models, and the meshes that they are planned for; a star marks those that no rule was made on."""
 FOUND = "found"
-PLANS: dict[str, Any] = {FOUND: None, "fsdp": experts.fsdp, "data parallel": experts.data_parallel}
+PLANS: dict[str, Any] = {FOUND: None, "fsdp": hand_plans.fsdp, "data parallel": hand_plans.data_parallel}
 
 
 class ComputingTimes(NamedTuple):
@@ -68,7 +68,7 @@ class ComputingTimes(NamedTuple):
 
 
 def compare(name: str, mesh_text: str, plan_name: str, time_limit_s: float) -> ComputingTimes:
-    """Plans and compiles one model, as found or with an expert's shardings of state and batch."""
+    """Plans and compiles one model, as found or with a baseline's shardings of state and batch."""
     model, mesh = CASES[name][0](), MESHES["h100"](parse_mesh(mesh_text))
     args = abstract_arguments(model)
     by_hand = PLANS[plan_name](*args, mesh) if PLANS[plan_name] else None

@@ -18,7 +18,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import diffshard
-from experiments import experts
+from experiments import hand_plans
 from experiments.equal_results import RunDifference, compare
 from experiments.host_devices import host_mesh
 from experiments.models import gpt, text
@@ -68,7 +68,7 @@ def train(step: Callable[..., Any], state: Any, batches: Sequence[jax.Array]) ->
 
 def data_parallel_step(model: Model, mesh: Mesh) -> Callable[..., Any]:
     """Returns the step under `jax.jit` with the batch split over all devices and the state on each."""
-    by_hand = experts.data_parallel(*abstract_arguments(model), mesh)
+    by_hand = hand_plans.data_parallel(*abstract_arguments(model), mesh)
     out = (by_hand.state, NamedSharding(mesh, PartitionSpec()))
     return jax.jit(model.step, in_shardings=by_hand.in_shardings, out_shardings=out, donate_argnums=0)
 
@@ -87,7 +87,7 @@ def time_in_turns(
 
     The two take turns, so that other work of the machine slows down both.
     """
-    shardings = experts.data_parallel(*abstract_arguments(model), mesh).in_shardings
+    shardings = hand_plans.data_parallel(*abstract_arguments(model), mesh).in_shardings
     # Each run has a state of its own, as steps donate it, and `device_put` may not copy arrays that are in place.
     runs = [
         (planned, *plan.shard(arguments(model)[0], batch)),

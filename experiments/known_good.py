@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 import diffshard
 from diffshard import Hardware, Link
 from diffshard.checks.verify import ComparedBytes, Verification, verify
-from experiments import experts
+from experiments import hand_plans
 from experiments.host_devices import host_mesh
 from experiments.models import convnet, mlp
 from experiments.models.model import Model, abstract_arguments
@@ -228,7 +228,7 @@ def _sent_bytes(case: Case, verification: Verification, column: Callable[[Compar
 def _data_parallel(case: Case, model: Model, mesh: Mesh) -> tuple[float, float]:
     """Returns sent bytes (gradients, norms' statistics) and share of the arithmetic, with the batch split by hand."""
     state, batch = abstract_arguments(model)
-    lowered = experts.lower_by_hand(model.step, state, batch, experts.data_parallel(state, batch, mesh))
+    lowered = hand_plans.lower_by_hand(model.step, state, batch, hand_plans.data_parallel(state, batch, mesh))
     compiled = lowered.compile()
     verification = verify(lowered, mesh.shape, (), 0.0, compiled=compiled)
     return _sent_bytes(case, verification, lambda sent: sent.compiled), _arithmetic(model, compiled) or 1 / mesh.size

@@ -1,12 +1,11 @@
-"""Long sequences: the found plan beside what experts do with the sequence, predicted and compiled for H100s.
+"""Long sequences: the found plan beside what baselines do with the sequence, predicted and compiled for H100s.
 
     python -m experiments.long_context [--sequence 131072] [--batch 4] [--mesh 4x8] [--layers 2] [--no-timeline]
 
-A Llama-like decoder with cuDNN's attention is planned for H100s that need not be there (the extra `gpu-compile`). An
-expert's row is the best plan with the expert's shardings of state and batch, the expert's rules for activations, and
-attention split in the expert's way only. All run as programs for each device; the timeline plays the compiled programs
-back, with cuDNN's attention by the law of measured kernels. Its scratch memory is unknown without a GPU, so the
-compiled peak lacks it.
+A Llama-like decoder with cuDNN's attention is planned for H100s that need not be there (the extra `gpu-compile`). A
+baseline's row is the best plan with its shardings of state and batch, its rules for activations, and attention split in
+its way only. All run as programs for each device; the timeline plays the compiled programs back, with cuDNN's
+attention by the law of measured kernels. Its scratch memory is unknown without a GPU, so the compiled peak lacks it.
 """
 
 import argparse
@@ -28,7 +27,7 @@ from diffshard.baselines.base import DoesNotApplyError
 from diffshard.checks.kernel_work import achievable_rates
 from diffshard.checks.timeline import simulate
 from diffshard.checks.verify import predicted_sent_bytes
-from experiments import experts
+from experiments import hand_plans
 from experiments.host_devices import parse_mesh
 from experiments.models import long_decoder
 from experiments.models.model import Model, abstract_arguments
@@ -53,10 +52,10 @@ _GIB = 2**30
 
 
 class ByHand(NamedTuple):
-    """How an expert runs a model of long sequences.
+    """How a baseline runs a model of long sequences.
 
     Attributes:
-      state: the expert in `experiments.experts` that splits parameters and their optimiser's state.
+      state: the baseline in `experiments.hand_plans` that splits parameters and their optimiser's state.
       splits_sequence: whether activations are split over their sequence along the inner axis.
       attention: a key of `ATTENTION`.
     """
@@ -66,7 +65,7 @@ class ByHand(NamedTuple):
     attention: str
 
 
-EXPERTS: dict[str, ByHand | None] = {
+BASELINES: dict[str, ByHand | None] = {
     FOUND: None,
     "fsdp": ByHand("fsdp", False, "heads"),
     "megatron": ByHand("megatron", False, "heads"),
@@ -115,17 +114,17 @@ def attention_split_by(name: str | None) -> Iterator[None]:
 def search_of(
     by_hand: ByHand | None, model: Model, mesh: Mesh, hardware: diffshard.Hardware, time_limit_s: float
 ) -> Any:
-    """Returns the search for a plan, free or with an expert's shardings and rules.
+    """Returns the search for a plan, free or with a baseline's shardings and rules.
 
     Raises:
-      DoesNotApplyError: the expert does not apply to the model's batch.
+      DoesNotApplyError: the baseline does not apply to the model's batch.
     """
     options: dict[str, Any] = {"time_limit_s": time_limit_s, "donate_argnums": 0, "executor": "program"}
     if by_hand is not None:
         state, batch = abstract_arguments(model)
         if by_hand.splits_sequence:  # so that FSDP splits the state over all devices, whatever the batch
             batch = jax.ShapeDtypeStruct((mesh.size, *batch.shape[1:]), batch.dtype)
-        hand_plan = experts.EXPERTS[by_hand.state](state, batch, mesh)
+        hand_plan = hand_plans.HAND_PLANS[by_hand.state](state, batch, mesh)
         outer, inner = mesh.axis_names[:-1], mesh.axis_names[-1]
         rules: dict[str, Any] = dict(hand_plan.rules)
         batch_sharding = hand_plan.batch
@@ -141,7 +140,7 @@ def row_of(
     name: str, model: Model, mesh: Mesh, hardware: diffshard.Hardware, options: argparse.Namespace
 ) -> tuple[str, ...]:
     """Plans, compiles and plays one plan back; returns the cells of its row."""
-    by_hand = EXPERTS[name]
+    by_hand = BASELINES[name]
     args = abstract_arguments(model)
     try:
         with attention_split_by(by_hand.attention if by_hand else None):
@@ -189,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mesh", default="4x8", help="data x model, in hosts of 8")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--sizes", choices=SIZES, default="full")
-    parser.add_argument("--plans", nargs="+", choices=EXPERTS, default=list(EXPERTS))
+    parser.add_argument("--plans", nargs="+", choices=BASELINES, default=list(BASELINES))
     parser.add_argument("--target", choices=MESHES, default="h100", help="what the programs are compiled for")
     parser.add_argument("--timeline", action=argparse.BooleanOptionalAction, default=True, help="compile the plans")
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds of the solver for each plan")

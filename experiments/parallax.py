@@ -30,7 +30,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diffshard.checks.timeline import COMPUTE
-from experiments.experts import HandPlan
+from experiments.hand_plans import HandPlan
 from experiments.host_devices import parse_mesh
 from experiments.models import decoder, gpt, gpt_nnx, mixer, moe, vision_transformer
 from experiments.models.model import Model, abstract_arguments

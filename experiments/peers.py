@@ -1,9 +1,9 @@
-"""A found plan against four that experts write by hand: predicted times, and what the compiler makes of each.
+"""A found plan against four baselines: predicted times, and what the compiler makes of each.
 
     python -m experiments.peers [--models gpt moe mlp] [--mesh 2x4] [--hardware h100] [--target h100]
 
-The prediction for an expert is that of the best plan with the expert's shardings of state and batch. An expert's
-compiled program is what `jax.jit` makes of these shardings and of the expert's rules for activations.
+The prediction for a baseline is that of the best plan with the baseline's shardings of state and batch. A baseline's
+compiled program is what `jax.jit` makes of these shardings and of the baseline's rules for activations.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import diffshard
 from diffshard.checks.verify import Verification, verify
-from experiments import experts
+from experiments import hand_plans
 from experiments.host_devices import parse_mesh
 from experiments.models import gpt, mlp, moe
 from experiments.models.model import Model, abstract_arguments
@@ -29,18 +29,18 @@ MODELS: dict[str, Callable[[], Model]] = {
     "moe": lambda: _sized(moe.make),
     "mlp": lambda: mlp.make(layers=4, width=4096, batch=4096),
 }
-EXPERTS = ("data parallel", "fsdp", "megatron", "megatron fsdp")
-# The search ends before its gap is closed: a found plan counts as no worse within this share of an expert's prediction.
+BASELINES = ("data parallel", "fsdp", "megatron", "megatron fsdp")
+# The search ends before its gap is closed: a found plan is no worse within this share of a baseline's prediction.
 TOLERANCE = 1e-3
 
 
 class PeerPlan(NamedTuple):
-    """A plan of a model: the one that was found, or that of an expert.
+    """A plan of a model: the one that was found, or that of a baseline.
 
     Attributes:
       model: its name.
-      name: "found", or the expert's name.
-      plan: the search's plan, for an expert with the expert's shardings given; None if nothing fits the memory limit.
+      name: "found", or the baseline's name.
+      plan: the search's plan, for a baseline with its shardings given; None if nothing fits the memory limit.
       compiled: what Shardy and XLA make of the program that would run.
     """
 
@@ -51,13 +51,13 @@ class PeerPlan(NamedTuple):
 
 
 def compare(name: str, model: Model, mesh: Any, **search_options: Any) -> list[PeerPlan]:
-    """Returns the found plan, then each expert's."""
+    """Returns the found plan, then each baseline's."""
     args = abstract_arguments(model)
     step = diffshard.search(model.step, mesh, donate_argnums=0, **search_options)
     plan = step.plan(*args)
     rows = [PeerPlan(name, "found", plan, verify(step.lower(*args), mesh.shape, plan.collectives, plan.peak_bytes))]
-    for expert in EXPERTS:
-        by_hand = experts.EXPERTS[expert](*args, mesh)
+    for baseline in BASELINES:
+        by_hand = hand_plans.HAND_PLANS[baseline](*args, mesh)
         with_shardings = diffshard.search(
             model.step, mesh, donate_argnums=0, in_shardings=by_hand.in_shardings, **search_options
         )
@@ -65,14 +65,14 @@ def compare(name: str, model: Model, mesh: Any, **search_options: Any) -> list[P
             plan = with_shardings.plan(*args)
         except diffshard.InfeasibleError:
             plan = None
-        lowered = experts.lower_by_hand(model.step, *args, by_hand, donate_argnums=0)
+        lowered = hand_plans.lower_by_hand(model.step, *args, by_hand, donate_argnums=0)
         predicted = (plan.collectives, plan.peak_bytes) if plan else ((), float("nan"))
-        rows.append(PeerPlan(name, expert, plan, verify(lowered, mesh.shape, *predicted)))
+        rows.append(PeerPlan(name, baseline, plan, verify(lowered, mesh.shape, *predicted)))
     return rows
 
 
 def best_is_found(rows: Sequence[PeerPlan]) -> bool:
-    """Tells whether no expert's plan is predicted to be faster than the found one, which is the first of the rows."""
+    """Tells whether no baseline's plan is predicted to be faster than the found one, which is the first of the rows."""
     plan, *by_hand = (row.plan for row in rows)
     return plan is not None and all(p is None or plan.step_s <= (1 + TOLERANCE) * p.step_s for p in by_hand)
 
@@ -97,7 +97,7 @@ def cells(row: PeerPlan, axes: Sequence[str]) -> tuple[object, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table; 1 if an expert's plan is predicted to be faster than the found one."""
+    """Prints the table; 1 if a baseline's plan is predicted to be faster than the found one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--mesh", default="2x4", help="data x model")

@@ -1,12 +1,12 @@
-"""Found plans against experts' by the time that their compiled programs take on the GPUs.
+"""Found plans against baselines' by the time that their compiled programs take on the GPUs.
 
     python -m experiments.timeline [--models decoder unet] [--meshes 2x4 4x8] [--traces FOLDER] [-o rows.jsonl]
 
 Models of several kinds (`experiments.timeline_models`) are planned, their steps are compiled for H100s that need not be
 there (the extra `gpu-compile`), and `diffshard.checks.timeline` plays the scheduled programs back: matrix products at
 70% of the datasheet's rate, memory at 80%, NVLink at 360 GB/s and InfiniBand at 45 GB/s for each GPU. A found plan runs
-by its default executor, an expert's by XLA's propagation. The prediction for an expert is that of the best plan with
-the expert's shardings of state and batch. Rows that the output file has already are not made again.
+by its default executor, a baseline's by XLA's propagation. The prediction for a baseline is that of the best plan with
+the baseline's shardings of state and batch. Rows that the output file has already are not made again.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from diffshard.checks.timeline import Timeline, simulate
 from diffshard.checks.timeline_lanes import write_perfetto
 from diffshard.checks.verify import verify
 from diffshard.plans.timeline import PredictedWait
-from experiments import experts
+from experiments import hand_plans
 from experiments.host_devices import parse_mesh
 from experiments.models.model import Model, abstract_arguments
 from experiments.schedule import AT_ONCE
@@ -62,16 +62,16 @@ class Setting(NamedTuple):
 
 
 def time_plan(
-    setting: Setting, plan_name: str, time_limit_s: float, by_hand: experts.HandPlan | None = None, at_once: int = 1
+    setting: Setting, plan_name: str, time_limit_s: float, by_hand: hand_plans.HandPlan | None = None, at_once: int = 1
 ) -> tuple[Row, Timeline]:
-    """Plans, compiles and plays back the found plan, an expert's, or one that is given.
+    """Plans, compiles and plays back the found plan, a baseline's, or one that is given.
 
     Programs by hand may have `at_once` collectives under way together, as found ones have four.
     """
     _, _, model, mesh, hardware = setting
     args = abstract_arguments(model)
     if by_hand is None and plan_name != FOUND:
-        by_hand = experts.EXPERTS[plan_name](*args, mesh)
+        by_hand = hand_plans.HAND_PLANS[plan_name](*args, mesh)
     step = diffshard.search(
         model.step, mesh, hardware=hardware, time_limit_s=time_limit_s, donate_argnums=0,
         in_shardings=by_hand.in_shardings if by_hand else None,
@@ -82,7 +82,7 @@ def time_plan(
     except diffshard.InfeasibleError:
         plan = None
     searched = time.perf_counter()
-    lowered = experts.lower_by_hand(model.step, *args, by_hand, donate_argnums=0) if by_hand else step.lower(*args)
+    lowered = hand_plans.lower_by_hand(model.step, *args, by_hand, donate_argnums=0) if by_hand else step.lower(*args)
     compiled = lowered.compile(compiler_options={AT_ONCE: at_once} if by_hand and at_once > 1 else None)
     compile_s = time.perf_counter() - searched
     rates = achievable_rates(diffshard.preset("h100", dict(mesh.shape)))
@@ -130,25 +130,25 @@ def _waits_by_reason(waits: Sequence[PredictedWait]) -> dict[str, float]:
 
 
 def divides(model: Model, mesh: Mesh, plan_name: str) -> bool:
-    """Tells whether an expert's plan splits the model's batch evenly; a found plan always does."""
+    """Tells whether a baseline's plan splits the model's batch evenly; a found plan always does."""
     if plan_name == FOUND:
         return True
     try:
-        experts.EXPERTS[plan_name](*abstract_arguments(model), mesh)
+        hand_plans.HAND_PLANS[plan_name](*abstract_arguments(model), mesh)
     except DoesNotApplyError:
         return False
     return True
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a table for each model and mesh, and the found plans over the best experts'."""
+    """Prints a table for each model and mesh, and the found plans over the best baselines'."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--meshes", nargs="+", default=["2x4", "4x8", "8x8"], help="data x model, in hosts of 8")
     parser.add_argument("--batch", type=int, help="rows in a batch, instead of the published ones for the mesh")
     parser.add_argument("--sizes", choices=("full", "small"), default="full")
-    parser.add_argument("--experts", nargs="*", choices=experts.EXPERTS, default=list(PUBLISHED))
-    parser.add_argument("--at-once", type=int, default=1, help="collectives under way together in experts' programs")
+    parser.add_argument("--baselines", nargs="*", choices=hand_plans.HAND_PLANS, default=list(PUBLISHED))
+    parser.add_argument("--at-once", type=int, default=1, help="collectives under way together in baselines' programs")
     parser.add_argument("--hardware", choices=HARDWARE, default="datasheet", help="the rates that plans are made for")
     parser.add_argument("--target", choices=MESHES, default="h100", help="what the programs are compiled for")
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds of the solver for each plan")
@@ -178,7 +178,7 @@ def time_plans(
     model = case.make(batch=batch, **(case.full if options.sizes == "full" else case.small))
     mesh = MESHES[options.target](parse_mesh(mesh_text))
     setting = Setting(name, batch, model, mesh, HARDWARE[options.hardware](mesh))
-    for plan_name in (FOUND, *options.experts):
+    for plan_name in (FOUND, *options.baselines):
         key = name, mesh_text, batch, named(plan_name, options.at_once)
         if key in known:
             yield known[key]

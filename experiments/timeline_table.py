@@ -2,8 +2,8 @@
 
     python -m experiments.timeline_table [docs/measured/timeline_rows.jsonl]
 
-prints, for each setting in a file, the found plan beside the best of all compiled experts; and for the models on which
-things were tuned and those that were held out, how many settings are where.
+prints, for each setting in a file, the found plan beside the best of all compiled baselines; and for the models on
+which things were tuned and those that were held out, how many settings are where.
 """
 
 import argparse
@@ -34,9 +34,9 @@ class Row:
 
     Attributes:
       model, mesh, batch: what was planned for: a name, a text such as "4x8", and rows of the batch.
-      plan: `FOUND`, or the expert's name.
+      plan: `FOUND`, or the baseline's name.
       executor: how the program was made.
-      predicted_s: of a step; NaN where no plan has the expert's shardings and fits the memory.
+      predicted_s: of a step; NaN where no plan has the baseline's shardings and fits the memory.
       timeline_s: of the compiled program played back.
       busy_s: seconds by resource.
       waited_s: seconds that the compute stream waits, by kind and axes of the collective.
@@ -84,14 +84,14 @@ def read_rows(path: Path) -> list[Row]:
     return [Row(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def over_best_expert(rows: Sequence[Row]) -> float:
-    """Returns the found plan's time over the best expert's; NaN without both."""
+def over_best_baseline(rows: Sequence[Row]) -> float:
+    """Returns the found plan's time over the best baseline's; NaN without both."""
     found_s = [row.timeline_s for row in rows if row.plan == FOUND]
-    return found_s[0] / best_expert_s(rows) if found_s else float("nan")
+    return found_s[0] / best_baseline_s(rows) if found_s else float("nan")
 
 
-def best_expert_s(rows: Iterable[Row]) -> float:
-    """Returns the shortest time of an expert's plan; NaN without one."""
+def best_baseline_s(rows: Iterable[Row]) -> float:
+    """Returns the shortest time of a baseline's plan; NaN without one."""
     return min((row.timeline_s for row in rows if row.plan != FOUND), default=float("nan"))
 
 
@@ -117,7 +117,7 @@ COLUMNS = (
 
 
 def cells(row: Row, best_s: float = float("nan")) -> tuple[str, ...]:
-    """Formats a row, given the best expert's time."""
+    """Formats a row, given the best baseline's time."""
     played = ("", "")
     if row.played_s is not None:
         played = f"{1e3 * row.played_s:.1f}", format_error(relative_error(row.played_s, row.timeline_s), 0)
@@ -164,20 +164,20 @@ def by_setting(rows: Iterable[Row]) -> list[list[Row]]:
 
 
 def print_rows(rows: Sequence[Row], heading: str) -> None:
-    """Prints a table for each model and mesh, then the found plans over the best experts'."""
+    """Prints a table for each model and mesh, then the found plans over the best baselines'."""
     settings = by_setting(rows)
     for group in settings:
         model, mesh, batch = group[0].key[:3]
-        best_s = best_expert_s(group)
+        best_s = best_baseline_s(group)
         print_table(f"{model}, {mesh}, batch {batch}, {heading}", COLUMNS, (cells(row, best_s) for row in group))
     for group in settings:
         model, mesh, _ = group[0].key[:3]
         print(
-            f"{model} {mesh}: found / best expert {over_best_expert(group):.3f}, "
+            f"{model} {mesh}: found / best baseline {over_best_baseline(group):.3f}, "
             f"Kendall's tau of the prediction {ranking(group):.2f}"
         )
-    mean = geometric_mean(map(over_best_expert, settings))
-    print(f"geometric mean of found / best expert over {len(settings)} settings: {mean:.3f}")
+    mean = geometric_mean(map(over_best_baseline, settings))
+    print(f"geometric mean of found / best baseline over {len(settings)} settings: {mean:.3f}")
 
 
 def near_waits(row: Row) -> tuple[int, int]:
@@ -192,7 +192,7 @@ def near_waits(row: Row) -> tuple[int, int]:
 
 def summary(settings: Sequence[Sequence[Row]]) -> tuple[str, ...]:
     """Returns in words what settings with a found row say together, without a name; see `SUMMARY_COLUMNS`."""
-    ratios = np.array([over_best_expert(rows) for rows in settings])
+    ratios = np.array([over_best_baseline(rows) for rows in settings])
     found = [row for rows in settings for row in rows if row.plan == FOUND]
     played = [row for row in found if row.played_s is not None]
     steps = [(row.predicted_s, row.timeline_s) for row in found]
@@ -206,7 +206,7 @@ def summary(settings: Sequence[Sequence[Row]]) -> tuple[str, ...]:
 
 
 SUMMARY_COLUMNS = (
-    "settings", "found / best expert", "above 1", "largest", "sum within 5%", "played within 5%", "waits within 25%"
+    "settings", "found / best baseline", "above 1", "largest", "sum within 5%", "played within 5%", "waits within 25%"
 )  # fmt: skip
 
 
@@ -214,10 +214,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Prints both tables of a file of rows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path, nargs="?", default=ROWS, help="of rows, as `experiments.timeline` adds them")
-    parser.add_argument("--experts", nargs="+", help="the plans by hand that count, such as fsdp; without it all do")
+    parser.add_argument("--baselines", nargs="+", help="the plans by hand that count, such as fsdp; without it all do")
     options = parser.parse_args(argv)
     known = read_rows(options.file)
-    settings = by_setting(row for row in known if not options.experts or row.plan in (FOUND, *options.experts))
+    settings = by_setting(row for row in known if not options.baselines or row.plan in (FOUND, *options.baselines))
     if not settings:
         parser.error("the file has no rows.")
     rows = []
@@ -225,11 +225,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         by_hand = [row for row in group if row.plan != FOUND]
         best = min(by_hand, key=lambda row: row.timeline_s, default=None)
         found = [f"{1e3 * row.timeline_s:.1f}" for row in group if row.plan == FOUND]
-        expert = (best.plan, f"{1e3 * best.timeline_s:.1f}") if best else ("", "")
-        rows.append((f"{group[0].model}, {group[0].mesh}", *(found or [""]), *expert,
-                     f"{over_best_expert(group):.3f}", len(by_hand)))  # fmt: skip
-    columns = ("setting", "found, ms", "best expert", "ms", "found / best", "experts")
-    print_table("Found plans beside the best experts", columns, rows)
+        baseline = (best.plan, f"{1e3 * best.timeline_s:.1f}") if best else ("", "")
+        rows.append((f"{group[0].model}, {group[0].mesh}", *(found or [""]), *baseline,
+                     f"{over_best_baseline(group):.3f}", len(by_hand)))  # fmt: skip
+    columns = ("setting", "found, ms", "best baseline", "ms", "found / best", "baselines")
+    print_table("Found plans beside the best baselines", columns, rows)
     held_out = [rows for rows in settings if CASES[rows[0].model].is_held_out]
     tuned = [rows for rows in settings if rows not in held_out]
     parts = (("tuned", tuned), ("held out", held_out), ("all", settings))

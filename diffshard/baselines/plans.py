@@ -74,7 +74,7 @@ def baseline_plans(
     tensor_dimensions: Mapping[tuple[str, ...], int | None] | None = None,
     **options: Unpack[SolverOptions],
 ) -> BaselinePlans:
-    """Makes the plans that experts write by hand: data parallel, FSDP, Megatron, and mixtures of them.
+    """Makes plans by hand for comparison: data parallel, FSDP, Megatron, and mixtures of them.
 
     >>> plans = diffshard.baselines.baseline_plans(train_step, mesh, state, batch, hardware="h100", donate_argnums=0)
     >>> print(diffshard.compare(train_step, mesh, state, batch, plans=plans))

@@ -234,7 +234,7 @@ class PlanData(Certified):
         taken by keyword only.
       parameters: the names of the arguments in order.
       executor: how the function runs with this plan.
-      logical_axis_rules: what flax's logical names of activations mean while the function is traced; an expert's plan
+      logical_axis_rules: what flax's logical names of activations mean while the function is traced; a baseline's plan
         has them.
       comparison: the compiled programs of this plan and of others, where the search was asked to judge by these.
       memory: where in the step how much memory is in use.

@@ -1,7 +1,7 @@
 """A Llama-like decoder in flax linen: rotary embedding, RMS norms, SwiGLU, an untied head, bfloat16 over float32 state.
 
 Each layer is wrapped in `nn.remat`, so that its activations are computed again in the backward pass. Activations carry
-flax's logical names, which only an expert's rules turn into constraints, as in `experiments.models.gpt`.
+flax's logical names, which only a baseline's rules turn into constraints, as in `experiments.models.gpt`.
 
 Source: Touvron et al., LLaMA (arXiv:2302.13971), section 2; grouped-query attention by Ainslie et al.
 (arXiv:2305.13245); rotary embedding by Su et al. (arXiv:2104.09864).

@@ -2,7 +2,7 @@
 
 Layers are stacked by a function (`unrolled` or `scanned`) and a layer is a module (`Block`, or `nn.remat(Block)` to
 recompute activations), so each variant that people train is one argument. Activations carry flax's logical names, which
-only an expert's rules (`nn.logical_axis_rules`) turn into constraints; without rules the names do nothing.
+only a baseline's rules (`nn.logical_axis_rules`) turn into constraints; without rules the names do nothing.
 """
 
 from collections.abc import Callable

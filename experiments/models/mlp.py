@@ -35,7 +35,7 @@ def make(
         for index, layer in enumerate(params):
             x = x @ layer["kernel"] + layer["bias"]
             x = jax.nn.relu(x) if index < layers - 1 else x
-            # Does nothing without an expert's rules, see `experiments.experts`.
+            # Does nothing without a baseline's rules, see `experiments.hand_plans`.
             x = with_logical_constraint(x, ("batch", PartitionSpec.UNCONSTRAINED))
         return jnp.mean((x - batch["y"]) ** 2), statistics
 

@@ -1,6 +1,6 @@
 """Pre-norm Transformer layers in flax linen for models of several kinds: bfloat16 arithmetic over float32 parameters.
 
-Activations carry flax's logical names, which only an expert's rules turn into constraints, as in
+Activations carry flax's logical names, which only a baseline's rules turn into constraints, as in
 `experiments.models.gpt`.
 """
 

@@ -29,7 +29,7 @@ from cost.calibration import median_s
 from cost.presets import hardware_of
 from diffshard.checks.hlo import memory_plan
 from diffshard.plans.json_values import from_json_values
-from experiments import experts
+from experiments import hand_plans
 from experiments.host_devices import AXIS_NAMES, host_mesh, parse_mesh
 from experiments.models.model import Model, abstract_arguments
 from experiments.on_gpus.records import (
@@ -163,7 +163,7 @@ def _prepared(
 ) -> tuple[MeasuredRun, Callable[[Any], tuple[Any, jax.Array]], Any]:
     """Returns the record with all predictions, the compiled step `state -> (state, loss)`, and a state."""
     args, prices = abstract_arguments(model), _prices(known)
-    by_hand = None if record.plan in (FOUND, FOUND_BY_PRESET) else experts.EXPERTS[record.plan](*args, mesh)
+    by_hand = None if record.plan in (FOUND, FOUND_BY_PRESET) else hand_plans.HAND_PLANS[record.plan](*args, mesh)
     start_s, searched, plan = time.perf_counter(), {}, None
     searched_for = "preset" if record.plan == FOUND_BY_PRESET else "calibrated"
     if searched_for not in prices:
@@ -198,7 +198,7 @@ def _prepared(
         lowered = searched[searched_for].lower(*args)
     else:
         shardings = by_hand.in_shardings
-        lowered = experts.lower_by_hand(model.step, *args, by_hand, donate_argnums=0)
+        lowered = hand_plans.lower_by_hand(model.step, *args, by_hand, donate_argnums=0)
     plan_s, start_s = time.perf_counter() - start_s, time.perf_counter()
     compiled = lowered.compile()
     memory = memory_plan(compiled)

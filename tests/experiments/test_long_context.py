@@ -20,7 +20,7 @@ def test_each_way_to_split_attention_is_kept_to(capsys):
     assert all("-" not in line.split(" | ")[-3:] for line in rows.values()), "all are compiled"
 
 
-def test_an_expert_that_does_not_apply_says_so(capsys):
+def test_a_baseline_that_does_not_apply_says_so(capsys):
     options = ["--sizes", "small", "--sequence", "64", "--mesh", "2x4", "--batch", "2", "--layers", "1"]
     assert long_context.main([*options, "--target", "host", "--no-timeline", "--plans", "fsdp"]) == 0
     assert (

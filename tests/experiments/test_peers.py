@@ -5,7 +5,7 @@ from experiments.host_devices import host_mesh
 from experiments.models import mlp
 
 
-def test_main_says_which_experts_break_a_limit(capsys):
+def test_main_says_which_baselines_break_a_limit(capsys):
     # 4 layers of 4096x4096 and adam: 805 MB of state on each device of data parallelism.
     assert peers.main(["--models", "mlp", "--memory-limit", "7e8", "--time-limit", "10"]) == 0
     rows = {line.split("│")[2].strip(): line for line in capsys.readouterr().out.splitlines() if line.startswith("│")}

@@ -1,4 +1,4 @@
-"""Found plans against experts' by their compiled programs' timelines."""
+"""Found plans against baselines' by their compiled programs' timelines."""
 
 import dataclasses
 import math
@@ -10,11 +10,11 @@ from experiments import timeline, timeline_table
 from experiments.timeline_table import (
     Row,
     append_row,
-    best_expert_s,
+    best_baseline_s,
     cells,
     geometric_mean,
     near_waits,
-    over_best_expert,
+    over_best_baseline,
     ranking,
     read_rows,
     summary,
@@ -24,10 +24,10 @@ from tests.experiments.printed_tables import printed_rows
 ARGUMENTS = ["--meshes", "2x4", "--batch", "4", "--sizes", "small", "--target", "host", "--time-limit", "1"]
 
 
-def test_main_times_found_and_expert_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_main_times_found_and_baseline_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     output, traces = tmp_path / "rows.jsonl", tmp_path / "traces"
     # FSDP would split 4 sequences over 8 devices.
-    chosen = ["--models", "decoder", "--experts", "fsdp", "megatron", "-o", str(output)]
+    chosen = ["--models", "decoder", "--baselines", "fsdp", "megatron", "-o", str(output)]
     assert timeline.main([*ARGUMENTS, *chosen, "--traces", str(traces)]) == 0
     rows = read_rows(output)
     assert [(row.plan, row.executor) for row in rows] == [("found", "program"), ("megatron", "propagation")]
@@ -38,19 +38,19 @@ def test_main_times_found_and_expert_plans(tmp_path: Path, capsys: pytest.Captur
     found, by_hand = (row.timeline_s for row in rows)
     printed = capsys.readouterr().out
     assert "decoder 2x4 fsdp is left out" in printed
-    assert f"decoder 2x4: found / best expert {found / by_hand:.3f}" in printed
+    assert f"decoder 2x4: found / best baseline {found / by_hand:.3f}" in printed
     assert {path.stem for path in traces.iterdir()} == {"decoder 2x4 found", "decoder 2x4 megatron"}
 
 
 def test_main_keeps_the_rows_that_its_file_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     output = tmp_path / "rows.jsonl"
     append_row(_row("found", 1.0, 1.5, model="vision transformer"), output)
-    chosen = ["--models", "vision transformer", "--experts", "megatron", "-o", str(output)]
+    chosen = ["--models", "vision transformer", "--baselines", "megatron", "-o", str(output)]
     assert timeline.main([*ARGUMENTS, *chosen]) == 0
     kept, made = read_rows(output)
     assert kept == _row("found", 1.0, 1.5, model="vision transformer")
     assert (made.model, made.plan, made.batch) == ("vision transformer", "megatron", 4)
-    assert f"vision transformer 2x4: found / best expert {1.5 / made.timeline_s:.3f}" in capsys.readouterr().out
+    assert f"vision transformer 2x4: found / best baseline {1.5 / made.timeline_s:.3f}" in capsys.readouterr().out
 
 
 def test_main_wants_a_batch_for_a_mesh_without_a_published_one(capsys: pytest.CaptureFixture[str]):
@@ -63,13 +63,13 @@ def test_the_ranking_of_plans():
     rows = [_row("found", 1.0, 4.0), _row("fsdp", 2.0, 5.0), _row("megatron", 3.0, 2.0)]
     # Of three pairs one is in the order of the prediction.
     assert ranking(rows) == pytest.approx((1 - 2) / 3)
-    assert over_best_expert(rows) == 2.0
+    assert over_best_baseline(rows) == 2.0
 
 
-def test_an_expert_without_a_prediction_counts_as_an_expert_but_not_in_the_ranking():
+def test_a_baseline_without_a_prediction_counts_as_a_baseline_but_not_in_the_ranking():
     rows = [_row("found", 1.0, 3.0), _row("fsdp", math.nan, 2.0), _row("megatron", 2.0, 4.0)]
     assert ranking(rows) == 1
-    assert best_expert_s(rows) == 2.0
+    assert best_baseline_s(rows) == 2.0
     assert cells(rows[0], 2.0)[:8] == ("found", "3000.0", "1.50", "1000.0", "-67%", "", "", "0.0")
 
 
@@ -107,7 +107,7 @@ def test_the_table_of_a_file_divides_its_settings_into_tuned_and_held_out(tmp_pa
         ["held out, 1", "1.000", "0 of 1"],
     ]
     assert both[:4] == ["all, 2", "1.118", "1 of 2", "1.250"]
-    timeline_table.main([str(tmp_path / "rows.jsonl"), "--experts", "fsdp"])
+    timeline_table.main([str(tmp_path / "rows.jsonl"), "--baselines", "fsdp"])
     assert printed_rows(capsys.readouterr().out)[-1][:4] == ["all, 2", "1.000", "0 of 2", "1.000"]
 
 

@@ -1,4 +1,4 @@
-"""Plans that experts write by hand for the models here: shardings and rules of `diffshard.experts`, and their programs.
+"""Plans by hand for the models here: shardings and rules of `diffshard.baselines`, and their programs.
 
 Each is a function `(state, batch, mesh) -> HandPlan` for abstract or real arguments, on a mesh with axes "data" and
 "model". Its shardings go to `diffshard.search(in_shardings=plan.in_shardings)`, or with its activation rules to
@@ -46,32 +46,32 @@ class HandPlan(NamedTuple):
         return self.state, self.batch
 
 
-Expert = Callable[[Any, Any, Mesh | AbstractMesh], HandPlan]
+MakeHandPlan = Callable[[Any, Any, Mesh | AbstractMesh], HandPlan]
 
 
-def hand_plan(expert: Baseline, state: Any, batch: Any, mesh: Mesh | AbstractMesh) -> HandPlan:
-    """Returns an expert's plan for a training step."""
+def hand_plan(baseline: Baseline, state: Any, batch: Any, mesh: Mesh | AbstractMesh) -> HandPlan:
+    """Returns a baseline's plan for a training step."""
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
         return state, batch
 
-    hardware = preset("h100", dict(mesh.shape))  # of which experts know nothing
+    hardware = preset("h100", dict(mesh.shape))  # of which baselines know nothing
     call = call_of(Options(fn=step, mesh=mesh, hardware=hardware, memory_limit_bytes=math.inf), (state, batch), {})
     arguments = describe_arguments(call, [number == 0 for number in call.numbers])
-    expert_shardings = expert(arguments, BaselineMesh(dict(mesh.shape), mesh.axis_names[-1]), TENSOR_DIMENSIONS)
-    named_shardings = [NamedSharding(mesh, spec) for spec in expert_shardings.specs]
+    shardings = baseline(arguments, BaselineMesh(dict(mesh.shape), mesh.axis_names[-1]), TENSOR_DIMENSIONS)
+    named_shardings = [NamedSharding(mesh, spec) for spec in shardings.specs]
     state_shardings, batch_shardings = jax.tree.unflatten(jax.tree.structure((state, batch)), named_shardings)
-    return HandPlan(state_shardings, batch_shardings, dict(expert_shardings.rules))
+    return HandPlan(state_shardings, batch_shardings, dict(shardings.rules))
 
 
-EXPERTS: dict[str, Expert] = {name: functools.partial(hand_plan, expert) for name, expert in BASELINES.items()}
+HAND_PLANS: dict[str, MakeHandPlan] = {name: functools.partial(hand_plan, make) for name, make in BASELINES.items()}
 data_parallel, fsdp, megatron, megatron_fsdp = (
-    EXPERTS[name] for name in ("data parallel", "fsdp", "megatron", "megatron fsdp")
+    HAND_PLANS[name] for name in ("data parallel", "fsdp", "megatron", "megatron fsdp")
 )
 
 
 def lower_by_hand(step: Callable[..., Any], state: Any, batch: Any, plan: HandPlan, **jit_options: Any) -> Any:
-    """Lowers the step as an expert runs it: with the plan's shardings in and out, and its rules for activations."""
+    """Lowers the step as it runs by hand: with the plan's shardings in and out, and its rules for activations."""
     mesh = jax.tree.leaves(plan.state)[0].mesh
     out = (plan.state, NamedSharding(mesh, P()))
 
