@@ -66,47 +66,29 @@ class UncutStep:
 
     def candidates(self) -> list[CutCandidate]:
         """Returns all places at which the forward pass can be cut, in order."""
-        found = cut_candidates(self.parts)
-        return [c for c in found if not c.cut.trip or c.cut.equation not in self._scans_in_one]
+        return [c for c in cut_candidates(self.parts) if not c.cut.trip or c.cut.equation not in self._scans_in_one]
+
+    @property
+    def scans_in_one(self) -> list[str]:
+        """Why scans over layers are not cut between their trips, in sentences."""
+        return list(self._scans_in_one.values())
 
     @cached_property
     def _scans_in_one(self) -> dict[int, str]:
-        """Why a scan over layers cannot be divided, by its equation."""
+        """Why a scan over layers is not cut, by its equation."""
         program, jaxpr = self.call.program, self.parts.each.program.jaxpr
         reasons = {}
-        for index in {c.cut.equation for c in cut_candidates(self.parts) if c.cut.trip}:
+        for index in sorted({c.cut.equation for c in cut_candidates(self.parts) if c.cut.trip}):
             mark = mark_of(jaxpr.eqns[index])
             assert mark is not None
-            scan = scan_of(program, mark.number)
-            flow = layer_flow(program, scan, self.call.batch)
-            regions = flow.regions_of_all_layers(program.jaxpr)
-            if regions:
+            flow = layer_flow(program, scan_of(program, mark.number), self.call.batch)
+            if regions := flow.regions_of_all_layers(program.jaxpr):
                 reasons[index] = (
-                    f"a jax.checkpoint ({user_source(regions[0])}) computes all layers again at once. Put it around "
-                    "the function of one layer, the body of the scan"
+                    f"The layers of a scan ({user_source(jaxpr.eqns[index])}) stay in one stage, because a "
+                    f"jax.checkpoint ({user_source(regions[0])}) computes all of them again at once. Put it around the "
+                    "function of one layer, the body of the scan."
                 )
         return reasons
-
-    def check(self, cut: Cut) -> None:
-        """Raises `ValueError` if the forward pass cannot be cut at a place; says why."""
-        jaxpr = self.parts.each.program.jaxpr
-        if cut in (candidate.cut for candidate in self.candidates()):
-            return
-        if not 0 <= cut.equation < len(jaxpr.eqns):
-            raise ValueError(f"`cuts` has {cut}, but a micro-batch has {len(jaxpr.eqns)} equations.")
-        equation = jaxpr.eqns[cut.equation]
-        name = equation.primitive.name
-        if cut.equation in self._scans_in_one:
-            reason = self._scans_in_one[cut.equation]
-        elif name == "while":
-            reason = "a while loop has no trips between which it can be cut. Scan over stacked weights"
-        elif name == "scan" and 0 < cut.trip < equation.params["length"]:
-            reason = "this scan reads no stacked weights slice by slice. Give them to `jax.lax.scan` as `xs`"
-        elif name == "scan" and cut.trip:
-            reason = f"this scan has {equation.params['length']} trips"
-        else:
-            reason = "stages begin with equations of the forward pass after its first one"
-        raise ValueError(f"`cuts` has {cut}, a {name} ({user_source(equation)}) that cannot be cut: {reason}.")
 
 
 @dataclass(frozen=True)
@@ -208,13 +190,8 @@ def cut_step(step: UncutStep, cuts: Sequence[Cut]) -> CutStep:
     """Cuts a step at some places.
 
     Args:
-      cuts: `[S - 1]`, equations of `step.parts.each` or trips of its scans, such as those of `step.candidates()`.
-
-    Raises:
-      ValueError: a cut is at no place where the step can be cut.
+      cuts: `[S - 1]`, of those of `step.candidates()`: equations of `step.parts.each` or trips of its scans.
     """
-    for cut in cuts:
-        step.check(cut)
     trips: dict[int, list[int]] = {}
     for cut in cuts:
         if cut.trip and (mark := mark_of(step.parts.each.program.jaxpr.eqns[cut.equation])) is not None:

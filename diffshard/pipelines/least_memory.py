@@ -157,10 +157,11 @@ def nothing_found(searches: Sequence[StepSearch]) -> InfeasibleError | TimeoutEr
     )
     state_bytes = searches[0].chain.state_bytes.sum()
     donate = "" if searches[0].is_donated else " donate the state (`donate_argnums`),"
+    reasons = "".join(f" {reason}" for reason in searches[0].step.scans_in_one)
     return InfeasibleError(
         f"No pipeline of {name} with at most {options.pipeline.max_stages} stages was found that fits {kinds}. "
         f"{_need_text(options, need)} Its state alone has {state_bytes:,.0f} bytes. Give more memory, devices, stages "
-        f"or micro-batches,{donate} or rematerialise (`jax.checkpoint`)."
+        f"or micro-batches,{donate} or rematerialise (`jax.checkpoint`).{reasons}"
     )
 
 

@@ -121,6 +121,8 @@ def find_pipeline(
         found = _with_note(
             found, f"Gradients have means of their micro-batch, not of the whole batch, at {', '.join(places)}."
         )
+    for reason in steps[0].scans_in_one:
+        found = _with_note(found, reason)
     whole = replace(
         found.plan,
         question=question,
@@ -238,11 +240,12 @@ def _chosen(searches: Sequence[StepSearch]) -> tuple[ChosenPipeline, ...]:
         if search.has_places(schedule, stages_per_device)
     ]
     if not choices:
+        reasons = "".join(f" {reason}" for reason in in_order[0].step.scans_in_one)
         raise ValueError(
             f"`Pipeline.schedules` {tuple(options.pipeline.schedules)} need equal parts of the cluster whose number "
             "divides that of the micro-batches with 'interleaved', and as many layers as stages at least: "
             f"{options.cluster.num_devices} devices and {len(in_order[0].chain)} layers have none with "
-            f"{options.pipeline.microbatch_counts} micro-batches."
+            f"{options.pipeline.microbatch_counts} micro-batches.{reasons}"
         )
     simulated: list[_Simulated] = []
 

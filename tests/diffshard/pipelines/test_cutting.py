@@ -149,10 +149,3 @@ def accumulating_step(state, batch):
 def test_a_loop_that_accumulates_gradients_is_refused_by_name():
     with pytest.raises(ValueError, match=r"accumulating_step has a scan .*remove it and give `Pipeline.microbatches`"):
         uncut(accumulating_step, arguments())
-
-
-def test_a_trip_that_is_none_is_refused():
-    whole = uncut(train_step, arguments())
-    (at,) = cuts_at(whole, (LAYERS,))
-    with pytest.raises(ValueError, match=f"this scan has {LAYERS} trips"):
-        cut_step(whole, [at])

@@ -1,5 +1,6 @@
 """Steps of many kinds that are divided between the trips of their scans give the results of the whole step."""
 
+import re
 from functools import partial
 
 import jax
@@ -195,23 +196,23 @@ def indexed_layers(params, tokens):
     return output(lax.fori_loop(0, LAYERS, body, params["embedding"][tokens]), params)
 
 
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        (
-            checkpoint_of_all_layers,
-            r"a jax.checkpoint \(.*test_scan_segments.py.* Put it around the function of one layer",
-        ),
-        (indexed_layers, r"a scan \(.*test_scan_segments.py.* reads no stacked weights slice by slice"),
-    ],
-)
-def test_loops_that_cannot_be_divided_are_refused_by_name(loss, message):
+@pytest.mark.parametrize("loss", [checkpoint_of_all_layers, indexed_layers])
+def test_loops_that_cannot_be_divided_have_no_cuts(loss):
     params = weights()
-    whole = uncut(training_step(loss), ((params, ADAM.init(params)), TOKENS))
-    assert trips_of(whole) == []
-    scan = next(i for i, e in enumerate(whole.parts.each.program.jaxpr.eqns) if e.primitive.name == "scan")
-    with pytest.raises(ValueError, match=message):
-        cut_step(whole, [Cut(scan, 2)])
+    assert trips_of(uncut(training_step(loss), ((params, ADAM.init(params)), TOKENS))) == []
+
+
+def test_a_checkpoint_of_all_layers_is_named_where_they_stay_in_one_stage():
+    args = (weights(), ADAM.init(weights())), TOKENS
+    cluster = diffshard.Cluster([diffshard.Hosts(2, devices=1, hardware="v100")])
+    options = {"pipeline": diffshard.Pipeline(microbatches=2), "donate_argnums": 0}
+    named = r"stay in one stage, because a jax.checkpoint \(.*test_scan_segments.py.*Put it around the function of one"
+    plan = diffshard.search(training_step(checkpoint_of_all_layers), cluster, **options).plan(*args)
+    assert re.search(named, " ".join(plan.notes))
+    with pytest.raises(diffshard.InfeasibleError, match=named):
+        diffshard.search(training_step(checkpoint_of_all_layers), cluster, memory_limit_bytes=9e3, **options).plan(
+            *args
+        )
 
 
 def test_a_state_in_the_place_of_the_batch_is_refused():
