@@ -44,7 +44,6 @@ from search_spaces.sharding.base import Layout
 from search_spaces.sharding.explaining import NextBest, Summary
 from search_spaces.sharding.graph import Operand, Value, Vertex
 from search_spaces.sharding.host_state import host_arrays
-from search_spaces.sharding.memory import lifetimes_of
 from search_spaces.sharding.space import ShardingSpace
 from search_spaces.sharding.step_quantities import computing_of
 
@@ -201,14 +200,11 @@ def memory_advice(space: ShardingSpace, options: Options) -> str:
 def donating_helps(space: ShardingSpace) -> bool:
     """Returns whether every plan would need less than now if the arguments that results replace were donated."""
     replaced = {argument for argument in space.graph.feedback if argument is not None}
-    donated = [is_donated or i in replaced for i, is_donated in enumerate(space.donated)]
-    if donated == list(space.donated):
+    donated = tuple(is_donated or i in replaced for i, is_donated in enumerate(space.donated))
+    if donated == space.donated:
         return False
-    usages = space.usages_with(lifetimes_of(space.graph, space.rules, donated))
-    problem = space.problem._replace(
-        usage_node=np.array(usages.node, int), usage=usages.num_bytes, usage_interval=np.array(usages.interval, int)
-    )
-    return float(np.max(least_memory(problem)[1])) < float(np.max(least_memory(space.problem)[1]))
+    least_bytes, now_bytes = (np.max(least_memory(s.problem)[1]) for s in (space.with_donated(donated), space))
+    return bool(least_bytes < now_bytes)
 
 
 def make_plan(request: PlanRequest, solution: Solution) -> Plan:
