@@ -245,7 +245,7 @@ def divided_call(
         rules = rules_of(graph)
         flow = batch_flow(graph, rules, call.batch, count, num_groups=num_groups, estimates_sums=estimates_sums)
     except DivisionError as error:
-        raise ValueError(_why_not_divided(call, count_name, error)) from None
+        raise ValueError(_why_not_divided(call, count_name, error, estimates_sums=estimates_sums)) from None
     return MicrobatchedFunction(graph, flow, count, num_groups)
 
 
@@ -254,10 +254,21 @@ def _batch_name(count_name: str) -> str:
     return count_name.replace("num_microbatches", "batch_argnums").replace("microbatches", "batch_argnums")
 
 
-def _why_not_divided(call: TracedCall, count_name: str, error: DivisionError) -> str:
+_MEANS = (
+    "A product of means, as in a variance or the balancing loss of a mixture of experts, may be one of means over "
+    "groups of examples: give the batch as `[groups, examples, ...]`, and each group counts as one example. Or let "
+    'each micro-batch have a product of its own means, `Pipeline(batch_means="each_microbatch")`. '
+)
+_VARIANCE = (
+    "Write a variance over the batch as the mean of squares less the square of the mean: with squared differences, "
+    "each example needs the mean of all."
+)
+
+
+def _why_not_divided(call: TracedCall, count_name: str, error: DivisionError, *, estimates_sums: bool) -> str:
     """Returns why the batch of a function cannot be divided, and what to do."""
     if count_name == "num_microbatches":
-        advice = "Give 1, or compute each example without the others."
+        advice = f"Give 1, or compute each example without the others. {_VARIANCE}"
         return f"`num_microbatches` must be 1 for {call.name}: {error} {advice}"
     replaced = {argument for argument in call.feedback if argument is not None}
     if replaced.issuperset(call.batch):
@@ -269,8 +280,6 @@ def _why_not_divided(call: TracedCall, count_name: str, error: DivisionError) ->
     return (
         f"{call.name} cannot be a pipeline, which computes micro-batches one after the other: {error} Search without "
         "`pipeline`, which shards such steps, or compute each example without the others, up to sums of losses and "
-        "gradients: with layer normalisation, say, or a loss without comparisons between examples. A product of means, "
-        "as in the balancing loss of a mixture of experts, may be one of means over groups of examples: give the batch "
-        "as `[groups, examples, ...]`, and each group counts as one example. Or let each micro-batch have a product of "
-        'its own means, `Pipeline(batch_means="each_microbatch")`.'
+        "gradients: with layer normalisation, say, or a loss without comparisons between examples. "
+        f"{'' if estimates_sums else _MEANS}{_VARIANCE}"
     )

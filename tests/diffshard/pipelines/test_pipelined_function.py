@@ -253,6 +253,30 @@ def test_a_loss_that_compares_examples_is_refused_with_what_to_do(count):
         pipelined.plan(weights, batch)
 
 
+def test_a_variance_over_the_batch_is_refused_with_how_to_write_it():
+    def step_of(variance):
+        return lambda w, x: w - jax.grad(lambda w: variance(x @ w).sum())(w)
+
+    def planned(step, batch_means):
+        cluster = diffshard.Cluster.from_devices(jax.devices()[:2], hardware="h100")
+        pipeline = diffshard.Pipeline(microbatches=2, batch_means=batch_means)
+        return diffshard.search(step, cluster, pipeline=pipeline).plan(w, x)
+
+    w, x = jnp.ones((8, 4)), jax.random.normal(jax.random.key(0), (16, 8))
+    two_passes = step_of(lambda h: jnp.mean((h - h.mean(0)) ** 2, axis=0))
+    one_pass = step_of(lambda h: jnp.mean(h**2, axis=0) - h.mean(0) ** 2)
+    written = "Write a variance over the batch as the mean of squares less the square of the mean"
+    with pytest.raises(ValueError, match=r'`Pipeline\(batch_means="each_microbatch"\)`\. ' + written):
+        planned(two_passes, "whole")
+    with pytest.raises(ValueError, match=r"comparisons between examples\. " + written):
+        planned(two_passes, "each_microbatch")
+    with pytest.raises(ValueError, match=r"compute each example without the others\. " + written):
+        diffshard.pipelines.in_microbatches(two_passes, 2)(w, x)
+    assert "means of their micro-batch" in planned(one_pass, "each_microbatch").notes[0]
+    found = diffshard.pipelines.in_microbatches(one_pass, 2)(w, x)
+    np.testing.assert_allclose(found, two_passes(w, x), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("transform", [jax.jit, jax.grad])
 def test_a_pipeline_under_a_transformation_is_refused(transform):
     pipelined = search(train_step)
