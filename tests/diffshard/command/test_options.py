@@ -59,8 +59,8 @@ def test_options_of_search(asked_for, tmp_path, monkeypatch):
     sys.modules.pop("options_module")
     expected = {
         "memory_limit_bytes": 2 * 2**30,
-        "donate_argnums": (1,),
-        "static_argnums": (2,),
+        "donate_argnames": ("x",),
+        "static_argnames": ("power",),
         "solver": "greedy",
         "key": 5,
         "time_limit_s": 7.0,
