@@ -188,7 +188,9 @@ def search(  # pyright: ignore[reportInconsistentOverload]  # the overloads leav
       **options: `solver`, `time_limit_s` and `key` of `SolverOptions`. The time limit is that of all problems that the
         search solves together; of several shapes of the mesh each has an equal part of what is left. Tracing and
         listing strategies come before and are not limited: milliseconds for each operation, longer on meshes of four
-        and five axes. With `devices` that holds for the first shape only.
+        and five axes. With `devices` that holds for the first shape only. With `pipeline` the limit is that of the
+        whole search, tracing included. After it go on: tracing itself; for ten seconds the search for a first pipeline;
+        and the solver for 0.1 s in each stage and program that is still to be planned.
 
     Raises:
       TypeError, ValueError: an argument breaks a rule; the error names it and its value.

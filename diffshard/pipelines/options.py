@@ -48,7 +48,7 @@ class PipelineOptions:
       logical_axis_rules: pairs of a name in flax's metadata and such axes, by which arguments are given.
       executor: of the programs of the stages; None takes the default one of each.
       key: random key or seed of the solver.
-      time_limit_s: for solving and proving; None ends by its own rule.
+      time_limit_s: for all of the search, as `search` says; None ends by its own rule.
       cache: a folder that keeps what was decided; None keeps nothing.
       start: an earlier plan; the search takes it, or finds nothing slower.
       progress: where the search shows how it goes.
