@@ -56,8 +56,8 @@ class CommunicationSpace:
         column- and row-parallel layers need no operators with derivatives of their own. Maxima stay exact, and so do
         collectives in functions with custom derivatives; `notes` names these.
       mesh_axes: devices along each mesh axis, the fastest axis last.
-      params: pytree of floating-point arrays, or `jax.ShapeDtypeStruct`o, of whole shapes.
-      batch: pytree of arrays, or `jax.ShapeDtypeStruct`o, of whole shapes.
+      params: pytree of floating-point arrays, or `jax.ShapeDtypeStruct`s, of whole shapes.
+      batch: pytree of arrays, or `jax.ShapeDtypeStruct`s, of whole shapes.
       param_specs: a `PartitionSpec` for each leaf of `params`, or for each sub-tree. Gradients are summed over the axes
         that do not split the parameter.
       batch_specs: a `PartitionSpec` for each leaf of `batch`, or for each sub-tree.
@@ -76,7 +76,7 @@ class CommunicationSpace:
       operations: all operations, see `operations.find_operations`.
       groups: the operations that share a strategy, in the order of the problem's nodes.
       notes: on collectives that stay as they are.
-      arguments: `(params, batch)` as `jax.ShapeDtypeStruct`o of whole shapes.
+      arguments: `(params, batch)` as `jax.ShapeDtypeStruct`s of whole shapes.
 
     Raises:
       ValueError: specs do not fit the arrays or the mesh, parameters are not floating-point, the loss is not a scalar,
@@ -169,7 +169,7 @@ class CommunicationSpace:
     def problem(self) -> Problem:
         """The problem, with one node for each group; built once.
 
-        A operation inside a branch of alternatives costs something only if that branch is chosen: an edge between the
+        An operation inside a branch of alternatives costs something only if that branch is chosen: an edge between the
         group of the alternatives and the group of the operation.
 
         Raises:
