@@ -7,6 +7,7 @@ roundings of its own, the function runs once more on arguments that are off by o
 the function amplifies rounding.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -159,11 +160,22 @@ def numbers_check(plan: PlanData, traced_function: TracedFunction, space: Shardi
     if plan.executor == "program":
         refer = on_one_device(core.jaxpr_as_fun(traced_function.jaxpr), mesh.devices.flat[0])
     else:
-        flat = flat_function(replace(plan, executor="program"), traced_function, space, mesh)
-        jitted = flat._replace(donate_argnums=()).jit("reference")
-        refer = lambda arrays: list(jitted(*arrays))  # noqa: E731
+        refer = _as_program(plan, traced_function, space, mesh)
     paths = [tensor.path for tensor in plan.outputs]
     return TwoRuns(way, reference, refer, fault, paths, coarsest_epsilon(v.dtype for v in graph.values), processes)
+
+
+def _as_program(
+    plan: PlanData, traced_function: TracedFunction, space: ShardingSpace, mesh: Mesh
+) -> Callable[[Sequence[Any]], list[Any]]:
+    """Returns a function of flat arrays as the plan's program for each device, which is built when it is first run."""
+
+    @functools.cache
+    def jitted() -> Callable[..., Any]:
+        flat = flat_function(replace(plan, executor="program"), traced_function, space, mesh)
+        return flat._replace(donate_argnums=()).jit("reference")
+
+    return lambda arrays: list(jitted()(*arrays))
 
 
 class _Difference(NamedTuple):

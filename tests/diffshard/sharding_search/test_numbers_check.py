@@ -68,6 +68,13 @@ def test_a_program_is_held_against_one_device(monkeypatch):
         faulty(*plan.shard(*train_arguments()))
 
 
+def test_planning_asks_whether_numbers_can_be_held_and_builds_no_other_run(monkeypatch):
+    built = []
+    monkeypatch.setattr(numbers_check, "flat_function", lambda *args: built.append(args))
+    searched(train_step, executor="constraints", check="numbers").plan(*train_arguments())
+    assert built == []
+
+
 def results_with(monkeypatch, fn, change, *args, **options):
     """Returns the results of a function by constraints where the program for each device is changed."""
     step = searched(fn, executor="constraints", check="numbers", **options)
