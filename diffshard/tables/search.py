@@ -203,13 +203,12 @@ def _checked_tables(
     for table in tables:
         if not isinstance(table, EmbeddingTable):
             raise TypeError(f"`tables` must hold EmbeddingTable(name, rows, dimension, ...), not {table!r}.")
-    if not isinstance(statistics, Mapping):
-        raise TypeError(f"`statistics` must be TableStatistics by the names of tables, not {statistics!r}.")
     rows = {table.name: table.rows for table in tables}
-    for argument, names in (("access", access), ("statistics", statistics)):
-        for name in names:
-            if name not in rows:
-                raise ValueError(f"`{argument}` has {name!r}, which is no table; there are {', '.join(rows)}.")
+    for argument, given, values in (("access", access, "counts"), ("statistics", statistics, "TableStatistics")):
+        if not isinstance(given, Mapping):
+            raise TypeError(f"`{argument}` must be {values} by the names of tables, not {given!r}.")
+        if unknown := [name for name in given if name not in rows]:
+            raise ValueError(f"`{argument}` has {unknown[0]!r}, which is no table; there are {', '.join(rows)}.")
     measured: dict[str, dict[str, Any]] = {name: {"access": counts} for name, counts in access.items()}
     for name, own in statistics.items():
         if not isinstance(own, TableStatistics):
@@ -219,7 +218,9 @@ def _checked_tables(
         if (largest := own.hottest.max()) >= rows[name]:
             raise ValueError(f"`statistics[{name!r}]` has the id {largest}; rows are 0 to {rows[name] - 1}.")
         measured[name] = {"pooling_factor": own.pooling_factor, "access": own.access(rows[name])}
-    return tuple(dataclasses.replace(table, **measured.get(table.name, {})) for table in tables)
+    return tuple(
+        dataclasses.replace(table, **measured[table.name]) if table.name in measured else table for table in tables
+    )
 
 
 def _checked_mesh(mesh_or_devices: Any) -> Mesh | AbstractMesh:

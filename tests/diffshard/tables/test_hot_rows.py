@@ -171,6 +171,7 @@ def test_an_order_is_as_long_as_the_last_cut_needs():
     [
         ({"statistics": {"others": None}}, "`statistics` has 'others', which is no table"),
         ({"statistics": [1, 2]}, "`statistics` must be TableStatistics by the names of tables"),
+        ({"access": ["items"]}, "`access` must be counts by the names of tables"),
         ({"statistics": {"items": (1, 2)}}, "must be made by `TableStatistics.measure`"),
         ({"access": {"items": (2.0, 1.0)}}, "`access` and `statistics` both have 'items'"),
         ({"statistics": {"items": TableStatistics.measure(np.array([[4000]]))}}, "has the id 4000; rows are 0 to 3999"),
