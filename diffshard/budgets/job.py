@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from cost.base import Link
 from cost.evaluation import evaluate
-from diffshard.base import InfeasibleError, Solution
+from diffshard.base import OPTIMAL_GAP, InfeasibleError, Solution
 from diffshard.budgets.base import Phase, PhasePlans
 from diffshard.budgets.joint import MoveSeconds
 from diffshard.plans.plan_record import relative_gap
@@ -234,6 +234,7 @@ def _solve_alone(phase: int, request: PlanRequest) -> PhaseAlone:
             space,
             lambda problem, start, gap: solve_problem_of(options, problem, space, start, None, gap),
             options.memory_limit_bytes,
+            OPTIMAL_GAP,
         )
     except InfeasibleError as error:
         raise InfeasibleError(f"Phase {phase}: {error}") from None

@@ -110,7 +110,7 @@ def fastest_choice(
         told = progress if options.objective is None else None  # others are not in seconds
         if near is None:
             limited = replace(options, time_limit_s=deadline.remaining_s())
-            return solve_problem_of(limited, problem, request.space, start, told, stop_gap)
+            return solve_problem_of(limited, problem, request.space, start, told, gap)
         limited = replace(options, time_limit_s=deadline.remaining_s(TANGENT_SHARE))
         if options.solver == DEFAULT_SOLVER and len(problem.node_cost) > gradient.MOST_NODES_OF_SMALL:
             limited = replace(limited, solver=gradient.solve_quickly)  # there are several such problems
@@ -120,7 +120,7 @@ def fastest_choice(
         return deadline.is_over(LAST_PROBLEM_SHARE)
 
     limit = options.memory_limit_bytes
-    return best_step(request.space, solve_within_limits, limit, options.objective, is_over, tell)
+    return best_step(request.space, solve_within_limits, limit, stop_gap, options.objective, is_over, tell)
 
 
 def _until_cut_off(request: PlanRequest) -> Progress:

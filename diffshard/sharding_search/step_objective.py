@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffshard.base import OPTIMAL_GAP, Solution
+from diffshard.base import Solution
 from diffshard.public_names import did_you_mean
 from diffshard.solving.form import has_few_pairs
 from diffshard.solving.objectives.minimise import SolveLinear, minimise
@@ -111,6 +111,7 @@ def best_step(
     space: ShardingSpace,
     solve: SolveLinear,
     memory_limit_bytes: float,
+    stop_gap: float,
     cost: StepCost | None = None,
     is_over: Callable[[], bool] = lambda: False,
     tell: Callable[[float, float], None] = lambda cost, bound: None,
@@ -122,6 +123,7 @@ def best_step(
     Args:
       space: its problem is solved first; unless links are busier than arithmetic, that is the fastest step.
       solve: solves a problem from a start; raises `InfeasibleError` where it finds nothing within the memory limit.
+      stop_gap: the relative gap at which the first problem ends.
       cost: a user's objective; None for the seconds of a step.
       is_over: tells whether there is no time for another problem.
       tell: is told the cost of the best step so far and its bound, unless the first problem has them.
@@ -130,7 +132,7 @@ def best_step(
       InfeasibleError: as `solve` for the first problem.
       TypeError, ValueError: the user's objective is no scalar, is not finite, or has no gradient.
     """
-    first = solve(space.problem, None, OPTIMAL_GAP)
+    first = solve(space.problem, None, stop_gap)
     prediction = space.predict(first.choice)
     if cost is None and not is_bound_by_links(prediction):
         return first
