@@ -49,7 +49,7 @@ def checked_arguments(
 
 
 def _shown(kind: str, numbers: Sequence[Any], names: Sequence[Any]) -> str:
-    """Returns what was given of a kind, as `donate_argnums` (0,)."""
+    """Returns the options of a kind with their values, as `donate_argnums` (0,)."""
     by_form = {f"`{kind}_argnums`": tuple(numbers), f"`{kind}_argnames`": tuple(names)}
     return " with ".join(f"{option} {values}" for option, values in by_form.items() if values)
 

@@ -296,7 +296,7 @@ class DevicePrograms:
         return run
 
     def _most_states(self, columns: int, widths: Arrays) -> int:
-        """Returns how many ids an example has on the busiest device for rows with so many numbers of state."""
+        """Returns the ids of an example on the busiest device, of those rows whose state has this many columns."""
         return max(
             sum(self._num_ids(s, widths) for s in slots if self._layout.state_columns_of(s.piece) == columns)
             for slots in self._layout.slots
